@@ -1,0 +1,1 @@
+"""The one transformer of the course: config, layers, tokenizer, sampling, checkpoints, training."""
