@@ -1,0 +1,1 @@
+"""Triton kernels: complete on their own, they import only torch and triton."""
