@@ -1,0 +1,1 @@
+"""Measuring: times, memory, the cost model that predicts both, and the style of every plot."""
