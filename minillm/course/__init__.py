@@ -1,0 +1,1 @@
+"""The course: its table of chapters, the tour, handouts and grading."""

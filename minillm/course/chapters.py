@@ -1,0 +1,42 @@
+"""The one table of chapters: the tour runs it, the README and the notebooks are checked against it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minillm.generate import Cache
+from minillm.model.transformer import Transformer
+from minillm.naive_attention import NoCache
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One bottleneck and the module that removes it. `name` is the module, the notebook, the test and the figure.
+
+    `cache(model, max_tokens)` makes the cache under which one sequence of at most `max_tokens` is generated.
+    A lossless chapter gives the tokens of chapter 1.
+    """
+
+    number: int
+    name: str
+    title: str
+    bottleneck: str
+    idea: str
+    cache: Callable[[Transformer, int], Cache]
+    lossless: bool = True
+
+    @property
+    def stem(self) -> str:
+        """`01_naive_attention`: what notebook, test and figure are called."""
+        return f"{self.number:02d}_{self.name}"
+
+
+CHAPTERS = (
+    Chapter(
+        number=1,
+        name="naive_attention",
+        title="Naive attention",
+        bottleneck="every new token runs the whole text again",
+        idea="none yet: the formula, the loop, and what they cost",
+        cache=lambda model, max_tokens: NoCache(),
+    ),
+)

@@ -1,0 +1,108 @@
+"""The tour: every stage of the course on the same model and the same prompt, in one table and one picture.
+
+Times are measured, FLOPs are counted by PyTorch while the stage warms up, and stages that promise the same tokens
+are checked against chapter 1.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+from torch.utils.flop_counter import FlopCounterMode
+
+from minillm.course.chapters import CHAPTERS, Chapter
+from minillm.generate import check_request, generate
+from minillm.measure import plots
+from minillm.measure.metrics import Timeline, record
+from minillm.model.transformer import Transformer
+from minillm.naive_attention import NoCache
+
+# Two correct implementations round differently; where the two best logits lie closer than this, either may win.
+NEAR_TIE = 1e-4
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What one stage did with the prompt. `kv_bytes` is the storage of its cache at the end."""
+
+    chapter: Chapter
+    token_ids: list[int]
+    timeline: Timeline
+    kv_bytes: int
+    flops_per_token: float
+
+
+def run_stage(chapter: Chapter, model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> StageResult:
+    """Generate once to warm up, counting matrix-product FLOPs, and once against the clock."""
+
+    def stream() -> tuple[Iterable[int], int]:
+        cache = chapter.cache(model, len(prompt_ids) + max_new_tokens)
+        return generate(model, prompt_ids, max_new_tokens, cache), cache.nbytes
+
+    with FlopCounterMode(display=False) as counter:
+        n_tokens = len(list(stream()[0]))
+    ids, kv_bytes = stream()
+    token_ids, timeline = record(ids, model.device)
+    return StageResult(chapter, token_ids, timeline, kv_bytes, counter.get_total_flops() / n_tokens)
+
+
+def run_tour(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> list[StageResult]:
+    """Every chapter's stage in order. Raises ValueError for a prompt that the model cannot serve."""
+    check_request(model, prompt_ids, max_new_tokens)
+    return [run_stage(chapter, model, prompt_ids, max_new_tokens) for chapter in CHAPTERS]
+
+
+def disagreement(
+    model: Transformer, prompt_ids: Sequence[int], expected: Sequence[int], actual: Sequence[int]
+) -> int | None:
+    """The first index at which two greedy outputs differ without a near tie to excuse it; None if they agree."""
+    differing = (i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b)
+    first = next(differing, None)
+    if first is None:
+        return None if len(expected) == len(actual) else min(len(expected), len(actual))
+    ids = torch.tensor([*prompt_ids, *expected[:first]], device=model.device)
+    with torch.inference_mode():
+        best = model(ids, torch.arange(len(ids), device=model.device), NoCache())[-1].topk(2).values
+    return None if float(best[0] - best[1]) < NEAR_TIE else first
+
+
+def table(results: Sequence[StageResult], model: Transformer, prompt_ids: Sequence[int]) -> str:
+    """The results as text, one line a stage; the last column says whether the tokens are those of chapter 1."""
+    columns = f"{'TTFT':>9} {'TPOT':>10} {'tokens/s':>9} {'KV memory':>11} {'FLOPs/token':>12} {'gain':>7}"
+    header = f"{'stage':24} {columns}  tokens"
+    lines = [header, "-" * len(header)]
+    previous = None
+    for r in results:
+        t = r.timeline
+        wrong = disagreement(model, prompt_ids, results[0].token_ids, r.token_ids)
+        verdict = "as stage 1" if wrong is None else f"differ at {wrong}"
+        gain = f"{previous / t.tpot:.2f}x" if previous else "-"
+        lines.append(
+            f"{r.chapter.number} {r.chapter.title:22} {t.ttft * 1e3:6.1f} ms {t.tpot * 1e3:7.2f} ms "
+            f"{t.tokens_per_second:9.1f} {r.kv_bytes / 2**20:7.2f} MiB {r.flops_per_token / 1e6:9.1f} M {gain:>7}  "
+            f"{verdict if r.chapter.lossless else 'lossy'}"
+        )
+        previous = t.tpot
+    return "\n".join(lines)
+
+
+def figure(results: Sequence[StageResult], subtitle: str) -> Figure:
+    """Time per token and KV memory of every stage, as bars with their numbers."""
+    plots.use_style()
+    names = [f"{r.chapter.number} {r.chapter.title}" for r in results]
+    colors = [plots.COLORS[r.chapter.name] for r in results]
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 1.6 + 0.4 * len(results)), sharey=True)
+    left.barh(names, [r.timeline.tpot * 1e3 for r in results], color=colors, height=0.6)
+    left.bar_label(left.containers[0], fmt="%.2f", padding=3, fontsize=9)
+    left.set(xlabel="TPOT (ms per token)", title="Time per output token")
+    right.barh(names, [r.kv_bytes / 2**20 for r in results], color=colors, height=0.6)
+    right.bar_label(right.containers[0], fmt="%.2f", padding=3, fontsize=9)
+    right.set(xlabel="KV memory (MiB)", title="Memory reserved for keys and values")
+    for ax in (left, right):
+        ax.margins(x=0.15)
+        ax.grid(axis="y", visible=False)
+    left.invert_yaxis()
+    fig.suptitle(subtitle, fontsize=8, color=plots.GREY, x=0.01, ha="left")
+    return fig
