@@ -67,7 +67,7 @@ def generate(
     check_request(model, prompt, max_new_tokens)
     if cache.length >= len(prompt):
         raise ValueError(f"the cache holds {cache.length} tokens, the prompt has {len(prompt)}: none is left to run")
-    return _generate(model, prompt, max_new_tokens, cache, sampling, eos)
+    return generation_loop(model, prompt, max_new_tokens, cache, sampling, eos)
 
 
 def check_request(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
@@ -85,7 +85,7 @@ def check_request(model: Transformer, prompt_ids: Sequence[int], max_new_tokens:
         )
 
 
-def _generate(
+def generation_loop(
     model: Transformer,
     tokens: list[int],
     max_new_tokens: int,
@@ -93,6 +93,7 @@ def _generate(
     sampling: SamplingParams | None,
     eos: int | None,
 ) -> Iterator[int]:
+    """The loop itself, for a request that was checked; `tokens` grows by what it yields."""
     end = len(tokens) + max_new_tokens
     while len(tokens) < end:
         logits = run(model, tokens[cache.length :], cache)

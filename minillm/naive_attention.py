@@ -27,7 +27,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
     weights = torch.softmax(attention_scores(q, k, scale), dim=-1)  # [K, G, n, m]
     if n > m:
         weights[:, :, : n - m] = 0.0  # no key to see: softmax made 0/0 of them
-    out = weights.reshape(n_kv_heads, groups * n, m) @ v.transpose(0, 1)  # [K, G·n, d_v]
+    out = torch.bmm(weights.view(n_kv_heads, groups * n, m), v.transpose(0, 1))  # [K, G·n, d_v]
     # A weighted mean of finite values is finite, its rounded sum need not be.
     largest = torch.finfo(out.dtype).max
     return out.clamp_(-largest, largest).view(n_kv_heads, groups, n, d_v).permute(2, 0, 1, 3).reshape(n, n_heads, d_v)
@@ -41,22 +41,17 @@ def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor
     groups = n_heads // n_kv_heads
     scale = 1 / math.sqrt(d) if scale is None else scale
     limits = torch.finfo(q.dtype)
-    # Queries are brought to elements of at most 1/d, so that |q·k| <= max|k|: no product overflows on its way. Their
+    # The query heads that share a key head become rows of one matrix product: [n, H, d] -> [K, G·n, d].
+    rows = q.view(n, n_kv_heads, groups, d).permute(1, 2, 0, 3).reshape(n_kv_heads, groups * n, d)
+    # Rows are brought to elements of at most 1/d, so that |row·k| <= max|k|: no product overflows on its way. Their
     # size comes back as a factor, and only then can a score reach infinity, where it is clamped.
-    size = q.abs().amax(-1, keepdim=True).clamp_(min=limits.tiny)  # [n, H, 1]
-    unit = _by_kv_head(q / size / d, n_kv_heads)  # [K, G·n, d]
-    factor = _by_kv_head((size * (d * scale)).clamp_(max=limits.max), n_kv_heads)  # [K, G·n, 1]
-    scores = ((unit @ k.permute(1, 2, 0)) * factor).clamp_(limits.min, limits.max).view(n_kv_heads, groups, n, m)
+    size = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True).clamp_(min=limits.tiny)  # [K, G·n, 1]
+    products = torch.bmm((rows / size).div_(d), k.permute(1, 2, 0))  # [K, G·n, m]
+    scores = products.mul_(size.mul_(d * scale).clamp_(max=limits.max)).clamp_(limits.min, limits.max)
+    scores = scores.view(n_kv_heads, groups, n, m)
     if n == 1:
         return scores  # a single query is the last position: it sees every key
     return scores.masked_fill_(~causal_mask(n, m, q.device), -math.inf)
-
-
-def _by_kv_head(x: Tensor, n_kv_heads: int) -> Tensor:
-    """`[n, H, e]` -> `[K, G·n, e]`: the query heads that share a key head become rows of one matrix product."""
-    n, n_heads, e = x.shape
-    groups = n_heads // n_kv_heads
-    return x.view(n, n_kv_heads, groups, e).permute(1, 2, 0, 3).reshape(n_kv_heads, groups * n, e)
 
 
 def causal_mask(n: int, m: int, device: torch.device | str = "cpu") -> Tensor:

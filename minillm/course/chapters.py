@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minillm.generate import Cache
+from minillm.kv_cache import KVCache
 from minillm.model.transformer import Transformer
 from minillm.naive_attention import NoCache
 
@@ -38,5 +39,13 @@ CHAPTERS = (
         bottleneck="every new token runs the whole text again",
         idea="none yet: the formula, the loop, and what they cost",
         cache=lambda model, max_tokens: NoCache(),
+    ),
+    Chapter(
+        number=2,
+        name="kv_cache",
+        title="KV cache",
+        bottleneck="old tokens run again for every new one",
+        idea="keep each token's key and value, in rows reserved once",
+        cache=lambda model, max_tokens: KVCache(model.config, max_tokens, model.device, model.dtype),
     ),
 )

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from torch.utils.flop_counter import FlopCounterMode
 
 from minillm.course.chapters import CHAPTERS, Chapter
 from minillm.generate import check_request, generate
 from minillm.measure import plots
-from minillm.measure.metrics import Timeline, record
+from minillm.measure.metrics import Timeline, count_flops, record
 from minillm.model.transformer import Transformer
 from minillm.naive_attention import NoCache
 
@@ -41,11 +40,10 @@ def run_stage(chapter: Chapter, model: Transformer, prompt_ids: Sequence[int], m
         cache = chapter.cache(model, len(prompt_ids) + max_new_tokens)
         return generate(model, prompt_ids, max_new_tokens, cache), cache.nbytes
 
-    with FlopCounterMode(display=False) as counter:
-        n_tokens = len(list(stream()[0]))
+    warm_up, flops = count_flops(lambda: list(stream()[0]))
     ids, kv_bytes = stream()
     token_ids, timeline = record(ids, model.device)
-    return StageResult(chapter, token_ids, timeline, kv_bytes, counter.get_total_flops() / n_tokens)
+    return StageResult(chapter, token_ids, timeline, kv_bytes, flops / len(warm_up))
 
 
 def run_tour(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> list[StageResult]:

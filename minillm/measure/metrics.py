@@ -10,8 +10,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,13 @@ def time_call(f: Callable[[], object], repeats: int = 5, warmup: int = 1, device
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     return Spread.of(seconds)
+
+
+def count_flops(f: Callable[[], T]) -> tuple[T, int]:
+    """Call f; its result, and the FLOPs of the matrix products and attention kernels in it, counted by PyTorch."""
+    with FlopCounterMode(display=False) as counter:
+        result = f()
+    return result, counter.get_total_flops()
 
 
 def environment(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> str:

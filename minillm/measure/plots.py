@@ -39,6 +39,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "axes.grid.which": "major",
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.6,

@@ -28,8 +28,8 @@ class AttendsTo(Protocol):
         ...
 
 
-def rope_factors(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
-    """The rotations at `positions` `[N]`: cos, and sin with the sign of each half, `[N, 2, 1, head_dim]`.
+def rope_factors(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rotations at `positions` `[N]`: cos, and sin with the sign of each half, both `[N, 1, head_dim]`.
 
     Element i of the first half of a head and element i of its second half form a pair that turns by
     `position * theta^(-2i/head_dim)` radians. Angles reach thousands of radians: they are computed in float64.
@@ -37,16 +37,16 @@ def rope_factors(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> 
     half = torch.arange(config.head_dim // 2, dtype=torch.float64, device=positions.device)
     angle = positions[:, None] * config.rope_theta ** (half * (-2 / config.head_dim))  # [N, d/2]
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos, -sin, sin], dim=-1).view(-1, 2, 1, config.head_dim).to(dtype)
+    return torch.cat([cos, cos], -1).to(dtype)[:, None], torch.cat([-sin, sin], -1).to(dtype)[:, None]
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate the pairs of every head of x `[N, heads, d]` by `rope` `[N, 2, 1, d]`.
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs of every head of x `[N, heads, d]` by `rope`, a (cos, sin) of `[N, 1, d]` each.
 
     (a, b) -> (a cos - b sin, b cos + a sin): rolling by half a head puts each element's partner in its place.
     """
-    partner = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * rope[:, 0], partner, rope[:, 1])
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class Attention(nn.Module):
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.dim, sum(self.heads) * config.head_dim, bias=False)
         self.out = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rope: Tensor, cache: AttendsTo) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: AttendsTo) -> Tensor:
         n_rows, (n_q, n_k, n_v) = x.shape[0], self.heads
         qkv = self.qkv(x).view(n_rows, n_q + n_k + n_v, -1)  # [N, H + 2K, d]
         qk, v = qkv.split((n_q + n_k, n_v), dim=1)
@@ -93,7 +93,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: Tensor, cache: AttendsTo) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: AttendsTo) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, cache)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -126,7 +126,7 @@ class Transformer(nn.Module):
         Row i holds the scores of the token after token i. The model has learnt positions below `max_seq_len`.
         """
         x = self.embedding(tokens)  # [N, dim]
-        rope = rope_factors(positions, self.config, x.dtype)  # [N, 2, 1, d], once for all layers
+        rope = rope_factors(positions, self.config, x.dtype)  # once for all layers
         for block in self.blocks:
             x = block(x, rope, cache)
         return F.linear(self.norm(x), self.embedding.weight)
