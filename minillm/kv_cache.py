@@ -44,11 +44,34 @@ class PlainBuffer:
 
     def write(self, layer: int, slots: Slots, x: Tensor) -> None:
         """Put x `[n, heads, dim]` into n slots of a layer."""
-        self._layers[layer][:, slots] = x.transpose(0, 1)
+        if isinstance(slots, slice):
+            self._layers[layer][:, slots] = x.transpose(0, 1)
+        else:
+            self._layers[layer].index_copy_(1, slots, x.transpose(0, 1))
 
     def read(self, layer: int, slots: Slots) -> Tensor:
         """The rows `[m, heads, dim]` of m slots of a layer: a view for a slice, a copy for slot numbers."""
         return self._layers[layer][:, slots].transpose(0, 1)
+
+    def read_blocks(self, layer: int, blocks: Tensor, block_size: int) -> Tensor:
+        """The rows `[len(blocks) * block_size, heads, dim]` of whole blocks of slots, in the order given: a copy.
+
+        The same as `read` with every slot number, but a block's rows of one head are copied as one piece.
+        """
+        data = self._layers[layer]  # [heads, slots, dim]
+        heads, _, dim = data.shape
+        rows = data.view(heads, -1, block_size * dim).index_select(1, blocks)
+        return rows.view(heads, -1, dim).transpose(0, 1)
+
+    def copy(self, source: slice, target: slice) -> None:
+        """Copy the rows of some slots to others, in all layers."""
+        self.data[:, :, target] = self.data[:, :, source]
+
+
+def check_kind(dtype: torch.dtype, device: torch.device, k: Tensor) -> None:
+    """Raise ValueError if a model's k has another element type or device than a cache."""
+    if k.dtype != dtype or k.device != device:
+        raise ValueError(f"a cache of {dtype} on {device} met a model of {k.dtype} on {k.device}")
 
 
 class KVCache:
@@ -88,7 +111,9 @@ class KVCache:
 
     def reserve(self, n: int) -> None:
         """Make room for n more tokens. Raises ValueError, and changes nothing, if `max_seq_len` does not allow it."""
-        if n < 0 or self.length + n > self.max_seq_len:
+        if n < 1:
+            raise ValueError(f"a step runs at least one token, not {n}")
+        if self.length + n > self.max_seq_len:
             raise ValueError(
                 f"the cache holds {self.length} of max_seq_len={self.max_seq_len} tokens: no room for {n} more"
             )
@@ -99,8 +124,7 @@ class KVCache:
         end = self.length + len(k)
         if end > self._reserved:
             raise ValueError(f"{len(k)} tokens attend, {self._reserved - self.length} are reserved: call reserve first")
-        if k.dtype != self._dtype or k.device != self._device:
-            raise ValueError(f"a cache of {self._dtype} on {self._device} met a model of {k.dtype} on {k.device}")
+        check_kind(self._dtype, self._device, k)
         new, all_ = slice(self.length, end), slice(0, end)
         self.keys.write(layer, new, k)
         self.values.write(layer, new, v)

@@ -119,6 +119,9 @@ def test_going_past_the_end_is_refused_and_leaves_the_cache_usable(small, uncach
     assert_close(run(small, IDS[18:20], cache), uncached[18:20], "the two that fit, afterwards")
     with pytest.raises(ValueError, match="the cache holds 20 of max_seq_len=20 tokens: no room for 1 more"):
         cache.reserve(1)
+    for n in (0, -1):
+        with pytest.raises(ValueError, match=f"a step runs at least one token, not {n}"):
+            cache.reserve(n)
 
 
 def test_generation_that_outgrows_the_cache_gives_what_fits_and_then_the_error(small):
