@@ -10,7 +10,7 @@ import torch
 
 import minillm
 from minillm.course.chapters import CHAPTERS
-from minillm.course.tour import disagreement, figure, run_tour, table
+from minillm.course.tour import disagreement, figure, pool_figure, run_tour, table
 from minillm.measure import plots
 from minillm.measure.metrics import environment, record
 from minillm.model.config import CONFIGS
@@ -74,8 +74,8 @@ def run_tour_command(args: argparse.Namespace) -> int:
         raise ValueError(f"the tour measures the time between tokens: it needs 2 new ones, got {args.max_new_tokens}")
     results = run_tour(model, prompt_ids, args.max_new_tokens)
     print(table(results, model, prompt_ids))
-    path = plots.save(figure(results, f"{task}; {where}"), "tour")
-    print(f"\n{tokenizer.decode(results[0].token_ids)!r}\n\nwrote {path}")
+    paths = [plots.save(figure(results, f"{task}; {where}"), "tour"), plots.save(pool_figure(results), "tour_pool")]
+    print(f"\n{tokenizer.decode(results[0].token_ids)!r}\n\nwrote {' and '.join(map(str, paths))}")
     lossless = [r for r in results if r.chapter.lossless]
     wrong = [r for r in lossless if disagreement(model, prompt_ids, results[0].token_ids, r.token_ids) is not None]
     for r in wrong:

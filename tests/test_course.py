@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda c: c.stem)
 def test_every_chapter_has_its_module_notebook_test_and_readme_row(chapter):
-    for path in (f"minillm/{chapter.name}.py", f"notebooks/{chapter.stem}.ipynb", f"tests/test_{chapter.stem}.py"):
-        assert (ROOT / path).is_file(), f"chapter {chapter.number} lacks {path}"
+    package = (ROOT / "minillm" / chapter.name).is_dir()
+    module = f"minillm/{chapter.name}/" if package else f"minillm/{chapter.name}.py"
+    for path in (module, f"notebooks/{chapter.stem}.ipynb", f"tests/test_{chapter.stem}.py"):
+        assert (ROOT / path).exists(), f"chapter {chapter.number} lacks {path}"
     row = next((x for x in (ROOT / "README.md").read_text().splitlines() if f"notebooks/{chapter.stem}.ipynb" in x), "")
-    for part in (chapter.title, chapter.bottleneck, f"minillm/{chapter.name}.py", f"tests/test_{chapter.stem}.py"):
+    for part in (chapter.title, chapter.bottleneck, module, f"tests/test_{chapter.stem}.py"):
         assert part in row, f"the README's row of chapter {chapter.number} does not say {part!r}: {row!r}"
 
 
@@ -69,7 +72,7 @@ def test_stages_that_differ_are_found_out_and_near_ties_are_excused(small):
 def test_the_table_compares_with_the_stage_before_and_with_stage_one(small):
     first = tour.run_stage(CHAPTERS[0], small, [1, 2, 3], 4)
     half = Timeline(0.0, tuple(t / 2 for t in [x - first.timeline.submitted for x in first.timeline.token_times]))
-    second = dataclasses.replace(first, timeline=half, kv_bytes=2**20, token_ids=[0, 0, 0, 0])
+    second = dataclasses.replace(first, timeline=half, cache=SimpleNamespace(nbytes=2**20), token_ids=[0, 0, 0, 0])
     text = tour.table([first, second], small, [1, 2, 3])
     rows = text.splitlines()[2:]
     assert "as stage 1" in rows[0]

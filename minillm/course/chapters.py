@@ -7,6 +7,7 @@ from minillm.generate import Cache
 from minillm.kv_cache import KVCache
 from minillm.model.transformer import Transformer
 from minillm.naive_attention import NoCache
+from minillm.paged_cache import PagedKVCache
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Chapter:
         return f"{self.number:02d}_{self.name}"
 
 
+def _pool(model: Transformer, max_tokens: int) -> PagedKVCache:
+    """A pool with just the blocks that one sequence of `max_tokens` needs."""
+    block_size = 16
+    return PagedKVCache(model.config, -(-max_tokens // block_size), block_size, model.device, model.dtype)
+
+
 CHAPTERS = (
     Chapter(
         number=1,
@@ -47,5 +54,13 @@ CHAPTERS = (
         bottleneck="old tokens run again for every new one",
         idea="keep each token's key and value, in rows reserved once",
         cache=lambda model, max_tokens: KVCache(model.config, max_tokens, model.device, model.dtype),
+    ),
+    Chapter(
+        number=3,
+        name="paged_cache",
+        title="Paged KV cache",
+        bottleneck="memory is reserved for texts that never come, and shared beginnings are stored twice",
+        idea="blocks of a few tokens, and a table of block numbers for every sequence",
+        cache=lambda model, max_tokens: _pool(model, max_tokens).sequence(max_tokens=max_tokens),
     ),
 )

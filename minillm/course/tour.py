@@ -4,7 +4,7 @@ Times are measured, FLOPs are counted by PyTorch while the stage warms up, and s
 are checked against chapter 1.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
@@ -12,11 +12,13 @@ import torch
 from matplotlib.figure import Figure
 
 from minillm.course.chapters import CHAPTERS, Chapter
-from minillm.generate import check_request, generate
+from minillm.course.pool_picture import draw_pool, pool_figure_size
+from minillm.generate import Cache, check_request, generate
 from minillm.measure import plots
 from minillm.measure.metrics import Timeline, count_flops, record
 from minillm.model.transformer import Transformer
 from minillm.naive_attention import NoCache
+from minillm.paged_cache import PagedSequence
 
 # Two correct implementations round differently; where the two best logits lie closer than this, either may win.
 NEAR_TIE = 1e-4
@@ -24,26 +26,31 @@ NEAR_TIE = 1e-4
 
 @dataclass(frozen=True)
 class StageResult:
-    """What one stage did with the prompt. `kv_bytes` is the storage of its cache at the end."""
+    """What one stage did with the prompt; `cache` is as the run left it."""
 
     chapter: Chapter
     token_ids: list[int]
     timeline: Timeline
-    kv_bytes: int
+    cache: Cache
     flops_per_token: float
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of storage for keys and values."""
+        return self.cache.nbytes
 
 
 def run_stage(chapter: Chapter, model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> StageResult:
     """Generate once to warm up, counting matrix-product FLOPs, and once against the clock."""
 
-    def stream() -> tuple[Iterable[int], int]:
+    def stream() -> tuple[Iterator[int], Cache]:
         cache = chapter.cache(model, len(prompt_ids) + max_new_tokens)
-        return generate(model, prompt_ids, max_new_tokens, cache), cache.nbytes
+        return generate(model, prompt_ids, max_new_tokens, cache), cache
 
     warm_up, flops = count_flops(lambda: list(stream()[0]))
-    ids, kv_bytes = stream()
+    ids, cache = stream()
     token_ids, timeline = record(ids, model.device)
-    return StageResult(chapter, token_ids, timeline, kv_bytes, flops / len(warm_up))
+    return StageResult(chapter, token_ids, timeline, cache, flops / len(warm_up))
 
 
 def run_tour(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> list[StageResult]:
@@ -84,6 +91,16 @@ def table(results: Sequence[StageResult], model: Transformer, prompt_ids: Sequen
         )
         previous = t.tpot
     return "\n".join(lines)
+
+
+def pool_figure(results: Sequence[StageResult]) -> Figure:
+    """The block pool of the paged stage as it ends."""
+    plots.use_style()
+    sequence = next(r.cache for r in results if isinstance(r.cache, PagedSequence))
+    columns = 3
+    fig, ax = plt.subplots(figsize=pool_figure_size(sequence.cache, columns))
+    draw_pool(ax, sequence.cache, {"the text": sequence}, "Stage 3: one sequence in its blocks", columns)
+    return fig
 
 
 def figure(results: Sequence[StageResult], subtitle: str) -> Figure:

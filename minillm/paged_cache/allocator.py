@@ -58,6 +58,10 @@ class BlockAllocator:
         """Blocks without an owner whose content is remembered, the next to be given away first."""
         return tuple(self._kept)
 
+    def remembered_tokens(self, block: int) -> tuple[int, ...]:
+        """The tokens of a registered block."""
+        return self._prefix_of[block].tokens
+
     def is_registered(self, block: int) -> bool:
         """Whether a prefix names this block."""
         return block in self._prefix_of
