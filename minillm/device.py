@@ -1,6 +1,7 @@
-"""Which device a model or a cache lives on when nobody says."""
+"""Which device a model or a cache lives on when nobody says, and which implementation its tensors get."""
 
 import torch
+from torch import Tensor
 
 
 def pick_device(device: torch.device | str | None = None) -> torch.device:
@@ -16,3 +17,16 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return device
+
+
+def use_kernels(q: Tensor, value_dim: int) -> bool:
+    """Whether the Triton kernels take q `[N, H, d]` with values of `value_dim` elements: on a GPU, and of element
+    types and head sizes that they support. Everything else takes the PyTorch path.
+    """
+    if not q.is_cuda:
+        return False
+    try:
+        from kernels.checks import DTYPES, HEAD_SIZES
+    except ImportError:  # no Triton on this platform
+        return False
+    return q.dtype in DTYPES and q.shape[-1] in HEAD_SIZES and value_dim in HEAD_SIZES

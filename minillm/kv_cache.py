@@ -51,7 +51,9 @@ class PlainBuffer:
 
     def read(self, layer: int, slots: Slots) -> Tensor:
         """The rows `[m, heads, dim]` of m slots of a layer: a view for a slice, a copy for slot numbers."""
-        return self._layers[layer][:, slots].transpose(0, 1)
+        if isinstance(slots, slice):
+            return self._layers[layer][:, slots].transpose(0, 1)
+        return self._layers[layer].index_select(1, slots).transpose(0, 1)
 
     def read_blocks(self, layer: int, blocks: Tensor, block_size: int) -> Tensor:
         """The rows `[len(blocks) * block_size, heads, dim]` of whole blocks of slots, in the order given: a copy.
@@ -62,6 +64,10 @@ class PlainBuffer:
         heads, _, dim = data.shape
         rows = data.view(heads, -1, block_size * dim).index_select(1, blocks)
         return rows.view(heads, -1, dim).transpose(0, 1)
+
+    def blocks(self, layer: int, block_size: int) -> Tensor:
+        """A view `[n_slots / block_size, block_size, heads, dim]` of a layer, for kernels that read in place."""
+        return self._layers[layer].unflatten(1, (-1, block_size)).permute(1, 2, 0, 3)
 
     def copy(self, source: slice, target: slice) -> None:
         """Copy the rows of some slots to others, in all layers."""

@@ -22,7 +22,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
     of K, and query head h reads key head `h // (H / K)`. `scale` is 1/sqrt(d) when None. Returns `[n, H, d_v]`.
     With n > m the first n - m rows have no key: they are zero. Any finite input gives a finite output.
     """
-    (n, n_heads, _), (m, n_kv_heads, d_v) = q.shape, v.shape
+    (n, n_heads, _), (m, n_kv_heads, _) = q.shape, k.shape
     groups = n_heads // n_kv_heads
     weights = torch.softmax(attention_scores(q, k, scale), dim=-1)  # [K, G, n, m]
     if n > m:
@@ -30,12 +30,23 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
     out = torch.bmm(weights.view(n_kv_heads, groups * n, m), v.transpose(0, 1))  # [K, G·n, d_v]
     # A weighted mean of finite values is finite, its rounded sum need not be.
     largest = torch.finfo(out.dtype).max
-    return out.clamp_(-largest, largest).view(n_kv_heads, groups, n, d_v).permute(2, 0, 1, 3).reshape(n, n_heads, d_v)
+    return by_head_groups(out.clamp_(-largest, largest), n, groups)
 
 
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """`q kᵀ scale` with what a query may not see at minus infinity: `[K, G, n, m]`, G = H / K query heads to a key
     head. Shapes as in `naive_attention`; its softmax over the last dimension is the attention map.
+    """
+    n, m = len(q), len(k)
+    scores = scaled_products(q, k, scale)
+    if n == 1:
+        return scores  # a single query is the last position: it sees every key
+    return scores.masked_fill_(~causal_mask(n, m, q.device), -math.inf)
+
+
+def scaled_products(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+    """`q kᵀ scale` for every query and key, finite for finite input: q `[n, H, d]`, k `[m, K, d]` ->
+    `[K, G, n, m]`.
     """
     (n, n_heads, d), (m, n_kv_heads, _) = q.shape, k.shape
     groups = n_heads // n_kv_heads
@@ -48,10 +59,13 @@ def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor
     size = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True).clamp_(min=limits.tiny)  # [K, G·n, 1]
     products = torch.bmm((rows / size).div_(d), k.permute(1, 2, 0))  # [K, G·n, m]
     scores = products.mul_(size.mul_(d * scale).clamp_(max=limits.max)).clamp_(limits.min, limits.max)
-    scores = scores.view(n_kv_heads, groups, n, m)
-    if n == 1:
-        return scores  # a single query is the last position: it sees every key
-    return scores.masked_fill_(~causal_mask(n, m, q.device), -math.inf)
+    return scores.view(n_kv_heads, groups, n, m)
+
+
+def by_head_groups(out: Tensor, n: int, groups: int) -> Tensor:
+    """Rows back in their places: `[K, G·n, d_v]` -> `[n, H, d_v]`."""
+    n_kv_heads, _, d_v = out.shape
+    return out.view(n_kv_heads, groups, n, d_v).permute(2, 0, 1, 3).reshape(n, n_kv_heads * groups, d_v)
 
 
 def causal_mask(n: int, m: int, device: torch.device | str = "cpu") -> Tensor:

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minillm.flash_attention import flash_attention
 from minillm.generate import Cache
-from minillm.kv_cache import KVCache
+from minillm.kv_cache import AttentionFunction, KVCache
 from minillm.model.transformer import Transformer
-from minillm.naive_attention import NoCache
+from minillm.naive_attention import NoCache, naive_attention
 from minillm.paged_cache import PagedKVCache
 
 
@@ -32,10 +33,11 @@ class Chapter:
         return f"{self.number:02d}_{self.name}"
 
 
-def _pool(model: Transformer, max_tokens: int) -> PagedKVCache:
+def _pool(model: Transformer, max_tokens: int, attention: AttentionFunction = naive_attention) -> PagedKVCache:
     """A pool with just the blocks that one sequence of `max_tokens` needs."""
     block_size = 16
-    return PagedKVCache(model.config, -(-max_tokens // block_size), block_size, model.device, model.dtype)
+    n_blocks = -(-max_tokens // block_size)
+    return PagedKVCache(model.config, n_blocks, block_size, model.device, model.dtype, attention)
 
 
 CHAPTERS = (
@@ -62,5 +64,13 @@ CHAPTERS = (
         bottleneck="memory is reserved for texts that never come, and shared beginnings are stored twice",
         idea="blocks of a few tokens, and a table of block numbers for every sequence",
         cache=lambda model, max_tokens: _pool(model, max_tokens).sequence(max_tokens=max_tokens),
+    ),
+    Chapter(
+        number=4,
+        name="flash_attention",
+        title="FlashAttention",
+        bottleneck="all scores are written to memory and read back",
+        idea="softmax in one pass over tiles that fit fast memory; in Triton on a GPU",
+        cache=lambda model, max_tokens: _pool(model, max_tokens, flash_attention).sequence(max_tokens=max_tokens),
     ),
 )

@@ -6,14 +6,15 @@ tokens and give every sequence a table of block numbers, as an operating system 
 stand in many tables. The invariants: at the moment of a forward pass a sequence holds ceil((length + n) / block_size)
 blocks, and a block is written only by its single owner and only while no prefix names it.
 
-Read `allocator` (who owns which block), `cache` (sequences), `ragged` (a step over many sequences), in this order.
+Read `allocator` (who owns which block), `cache` (sequences), `ragged` (a step over many sequences), in this order;
+`in_place` is the same step on a GPU.
 It does not decide who runs (chapter 5), and on a CPU it pays for its tables with a copy (chapter 4 reads blocks in
 place). Kwon et al. 2023, "Efficient memory management for large language model serving with PagedAttention".
 """
 
 from minillm.paged_cache.allocator import BlockAllocator, OutOfBlocks, Prefix
 from minillm.paged_cache.cache import PagedKVCache, PagedSequence
-from minillm.paged_cache.ragged import RaggedStep, ragged_attention, ragged_step
+from minillm.paged_cache.ragged import RaggedStep, ragged_attention
 
 __all__ = [
     "BlockAllocator",
@@ -23,5 +24,4 @@ __all__ = [
     "Prefix",
     "RaggedStep",
     "ragged_attention",
-    "ragged_step",
 ]

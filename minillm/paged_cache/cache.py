@@ -11,7 +11,7 @@ from minillm.kv_cache import AttentionFunction, PlainBuffer, check_kind
 from minillm.model.config import ModelConfig
 from minillm.naive_attention import naive_attention
 from minillm.paged_cache.allocator import NO_PREFIX, BlockAllocator, OutOfBlocks, Prefix
-from minillm.paged_cache.ragged import ragged_attention, ragged_step
+from minillm.paged_cache.ragged import RaggedStep, ragged_attention
 
 
 class PagedKVCache:
@@ -135,7 +135,7 @@ class PagedStep:
         # Here, between reserve and advance, a table has ceil((length + n) / block_size) blocks, `length` without the
         # n tokens being run. Before reserve and after advance it is ceil(length / block_size).
         assert all(len(table) == cache.blocks_for(length + n) for table, length, n in tables)
-        self.step = ragged_step(tables, cache.block_size, cache.device)
+        self.step = RaggedStep.of(tables, cache.block_size, cache.device)
         self.positions = self.step.positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -146,7 +146,7 @@ class PagedStep:
             raise ValueError(f"{len(k)} tokens attend, {len(step.slots)} are reserved")
         c.keys.write(layer, step.slots, k)
         c.values.write(layer, step.slots, v)
-        return ragged_attention(q, layer, c.keys, c.values, step, c.block_size, scale, c.attention)
+        return ragged_attention(q, layer, c.keys, c.values, step, scale, c.attention)
 
 
 class PagedSequence:
