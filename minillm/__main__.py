@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     gen.add_argument("--top-p", type=float, help="sample among the most likely tokens that reach probability p")
     gen.add_argument("--seed", type=int, default=0, help="decides every draw (default %(default)s)")
     names = [c.name for c in CHAPTERS]
-    gen.add_argument("--stage", choices=names, default=names[-1], help="whose cache to use (default %(default)s)")
+    gen.add_argument("--stage", choices=names, default="kv_cache", help="whose cache to use (default %(default)s)")
 
     for command, new_tokens in ((tour, 64), (gen, 256)):
         command.add_argument(
