@@ -88,13 +88,13 @@ class PagedKVCache:
         # Count first, then act: a step that fails must not have evicted, copied or taken anything.
         grown = sum(max(0, self.blocks_for(s.length + n) - len(s.block_table)) for s, n in steps)
         # A shared tail is copied by each writer but the last owner, who writes in place.
-        writers = Counter(tail for s, n in steps if n and (tail := s._partial_block) is not None)
+        writers = Counter(tail for s, n in steps if n and (tail := s.partial_block) is not None)
         copied = sum(min(count, self.allocator.owners[block] - 1) for block, count in writers.items())
         if grown + copied > self.num_free_blocks:
             raise OutOfBlocks(grown + copied, self.num_free_blocks)
         for sequence, n in steps:
             sequence._resize(sequence.length + n)
-            if n and sequence._partial_block is not None:
+            if n and sequence.partial_block is not None:
                 self._make_writable(sequence)
             sequence._reserved = sequence.length + n
 
@@ -112,7 +112,7 @@ class PagedKVCache:
 
     def _make_writable(self, sequence: "PagedSequence") -> None:
         """Copy-on-write: before anything is written behind the tokens of its last block, the block is its own."""
-        block = sequence._partial_block
+        block = sequence.partial_block
         if self.allocator.owners[block] == 1:
             self.allocator.forget(block)  # a prefix that names it would soon name other tokens
             return
@@ -230,7 +230,7 @@ class PagedSequence:
         self.block_table, self._alive, self._step = [], False, None
 
     @property
-    def _partial_block(self) -> int | None:
+    def partial_block(self) -> int | None:
         """The block into which the next token goes, if it already holds tokens."""
         index, inside = divmod(self.length, self.cache.block_size)
         return self.block_table[index] if inside else None
