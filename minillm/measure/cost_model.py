@@ -253,19 +253,21 @@ def critical_batch_weights_only(ridge: float, weight_bytes: float) -> float:
 def measure_machine(
     dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seconds: float = 0.5
 ) -> Hardware:
-    """This machine as PyTorch sees it: a square matrix product in `dtype`, and the sum of a buffer that no cache holds.
+    """This machine as PyTorch sees it: a product of square matrices for the rate, and for the bandwidth the product of
+    a matrix that no cache holds with one vector, which is what decoding does; both in `dtype`.
 
     Best of the repetitions that fit in about `seconds` for each of the two. A GPU runs ten between two clock
     readings, so that launches and the synchronization weigh little.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
-    size, buffer_bytes = (8192, 4 * 256 * 2**20) if on_gpu else (1024, 256 * 2**20)
+    size, large_bytes = (8192, 4 * 256 * 2**20) if on_gpu else (1024, 256 * 2**20)
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     product = torch.empty_like(matrix)
     flops = 2 * size**3 / _best_seconds(lambda: torch.mm(matrix, matrix, out=product), on_gpu, seconds)
-    buffer = torch.ones(buffer_bytes // 4, dtype=torch.float32, device=device)
-    bandwidth = buffer_bytes / _best_seconds(buffer.sum, on_gpu, seconds)
+    large = torch.ones(large_bytes // (1024 * dtype.itemsize), 1024, dtype=dtype, device=device)
+    vector = torch.ones(1024, dtype=dtype, device=device)
+    bandwidth = large_bytes / _best_seconds(lambda: torch.mv(large, vector), on_gpu, seconds)
     where = torch.cuda.get_device_name(device) if on_gpu else f"CPU, threads: {torch.get_num_threads()}"
     return Hardware(f"{where}, {str(dtype).removeprefix('torch.')}", bandwidth, flops, _memory(device))
 
