@@ -62,7 +62,7 @@ PREFILL = {
     "lse in base 2": (SOFTMAX, "* LN_2", ""),
     "scale forgotten": (FLASH, "scale * LOG2_E.value", "LOG2_E.value"),
     "wrong KV head": (FLASH, "kv_head = head // groups", "kv_head = head % groups"),
-    "values of key head 0": (FLASH, "tl.cast(kv_head, tl.int64) * v_head", "0"),
+    "values of key head 0": (FLASH, "kv_head * v_head", "0"),
     "keys of the first sequence": (FLASH, "k_ptr += k_start * k_row", "k_ptr += 0 * k_row"),
 }
 
@@ -87,7 +87,7 @@ DECODE = {
         "rows // groups, kv_head * groups + rows % groups",
         "rows % count, kv_head * groups + rows // count",
     ),
-    "wrong KV head": (PAGED, "tl.cast(kv_head, tl.int64) * k_head", "0"),
+    "wrong KV head": (PAGED, "kv_head * k_head", "0"),
     "queries of the first sequence": (PAGED, "q_rows = (q_start + token)", "q_rows = (0 + token)"),
     "only the first rows": (PAGED, "rows = row_tile * BLOCK_R + tl", "rows = tl"),
     "parts that are no whole tiles": (

@@ -20,6 +20,7 @@ from kernel_cases import (
 from triton_checks import memory_checked
 
 from kernels import flash_attention as flash
+from kernels import paged_attention as paged
 from kernels.checks import INTERPRETED
 from kernels.flash_attention import flash_attention
 from kernels.paged_attention import choose_splits, paged_attention
@@ -63,16 +64,18 @@ def test_query_heads_share_key_heads(n_heads, n_kv_heads):
     check_flash(flash_attention, 7, 30, Heads(n_heads, n_kv_heads))
 
 
-def tiles() -> list:
+def prefill_tiles() -> list:
     """Without a GPU tiles higher and wider than each other; with one every tile that its tuner may choose."""
     if INTERPRETED:
         return [flash._tile(*sides, 4, 1) for sides in ((16, 64), (64, 16), (64, 64), (128, 32))]
+    if torch.cuda.get_device_capability() < (8, 0):
+        return flash.WITHOUT_TENSOR_CORES
     return flash.HOPPER if torch.cuda.get_device_capability() >= (9, 0) else flash.AMPERE
 
 
-@pytest.mark.parametrize("tile", tiles(), ids=str)
+@pytest.mark.parametrize("tile", prefill_tiles(), ids=str)
 @pytest.mark.parametrize(("n", "m"), [(129, 129), (65, 200), (70, 40)])
-def test_every_tile(monkeypatch, tile, n, m):
+def test_every_tile_of_prefill(monkeypatch, tile, n, m):
     monkeypatch.setattr(flash._flash_kernel, "configs", [tile])
     check_flash(flash_attention, n, m, dtype=torch.float16)
 
@@ -157,6 +160,15 @@ def test_any_number_of_parts_gives_the_same():
     for n in (2, 3, 7, 20):
         torch.testing.assert_close(check_paged(paged_attention, case, num_splits=n), whole, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(check_paged(paged_attention, case), whole, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tile", paged.WITH_TENSOR_CORES, ids=str)
+def test_every_tile_of_decode(monkeypatch, tile):
+    if not INTERPRETED and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("not a tile for this GPU")
+    monkeypatch.setattr(paged._part_kernel, "configs", [tile])
+    case = paged_case([200, 33, 130], [1, 2, 5], 16, Heads(8, 1), torch.float16)
+    check_paged(paged_attention, case, num_splits=2)
 
 
 def test_more_parts_than_the_merge_takes_at_once():
@@ -251,7 +263,8 @@ BOUNDS = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
         ({"q": ones(3, 4, 32)}, r"shapes do not fit: q \[3, 4, 32\], k \[3, 2, 16\]"),
         ({"v": ones(4, 2, 16)}, r"shapes do not fit: .* v \[4, 2, 16\]"),
         ({"q": ones(3, 5, 16)}, "5 query heads are not a multiple of 2 key heads"),
-        ({"q": ones(1, 3, 4, 16)}, r"q must be \[N, H, d\], got \[1, 3, 4, 16\]"),
+        ({"q": ones(1, 3, 4, 16)}, r"q must be \[N, H, d\], got the shape \[1, 3, 4, 16\]"),
+        ({"v": ones(1, 3, 2, 16)}, r"v must be \[M, K, d_v\], got the shape \[1, 3, 2, 16\]"),
         ({"k": ones(3, 2, 32)[..., ::2]}, "the last dimension of k must have stride 1, got 2"),
         ({"scale": 0.0}, "scale=0.0 is not supported: it must be positive"),
         ({"scale": math.nan}, "scale=nan is not supported"),
