@@ -1,4 +1,4 @@
-"""How language models are made fast at inference, in eight stages. Without a command: the tour."""
+"""How language models are made fast at inference, in stages. Without a command: the tour."""
 
 import argparse
 import sys

@@ -19,11 +19,12 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
     return device
 
 
-def use_kernels(q: Tensor, value_dim: int) -> bool:
-    """Whether the Triton kernels take q `[N, H, d]` with values of `value_dim` elements: on a GPU, and of element
-    types and head sizes that they support. Everything else takes the PyTorch path.
+def use_kernels(q: Tensor, value_dim: int, block_size: int = 1) -> bool:
+    """Whether the Triton kernels take q `[N, H, d]` with values of `value_dim` elements, in blocks of `block_size`: on
+    a GPU, and of element types, head sizes and block sizes (powers of two) that they support. Everything else takes
+    the PyTorch path.
     """
-    if not q.is_cuda:
+    if not q.is_cuda or block_size & (block_size - 1):
         return False
     try:
         from kernels.checks import DTYPES, HEAD_SIZES

@@ -4,7 +4,7 @@ The bottleneck: naive attention writes n x m scores to memory and reads them bac
 are what attention waits for, and they do not fit. The idea: softmax can be computed in one pass. Work on tiles that
 fit into fast memory, and merge what a tile found with what the tiles before it found. The invariant: a partial
 result (out, lse) over any set of keys is exact for these keys, and `merge` of two disjoint sets is exact for both, in
-any order.
+any order. (lse is log-sum-exp, what softmax divided by: the running maximum plus the logarithm of the running sum.)
 
 Here the tiles are PyTorch tensors: it saves memory, not time, and shows what moves. `kernels.flash_attention` is the
 same loop in Triton, where a tile really stays on the chip. Milakov and Gimelshein 2018 (one-pass softmax); Dao et al.
@@ -21,7 +21,7 @@ from torch import Tensor
 from minillm.device import use_kernels
 from minillm.naive_attention import by_head_groups, scaled_products
 
-QUERY_TILE = KEY_TILE = 128
+QUERY_TILE = KEY_TILE = 128  # 64 KiB of float32 scores a head: fast memory of a GPU's processor holds about 200 KiB
 
 
 def one_pass_softmax(pieces: Iterable[Tensor]) -> tuple[Tensor, list[tuple[float, float]]]:
@@ -79,7 +79,7 @@ def attend_tile(q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float | N
     (n, n_heads, _), (m, n_kv_heads, _) = q.shape, v.shape
     groups = n_heads // n_kv_heads
     scores = scaled_products(q, k, scale)  # [K, G, n, m]: the only ones that exist
-    if diagonal < m - 1:
+    if diagonal < m - 1:  # else even the first row sees every key
         scores.masked_fill_(torch.ones(n, m, dtype=torch.bool, device=q.device).triu_(diagonal + 1), -math.inf)
     lse = scores.logsumexp(-1)  # [K, G, n]
     weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
@@ -97,7 +97,7 @@ def tiled_attention_lse(
 ) -> tuple[Tensor, Tensor]:
     """(out `[n, H, d_v]`, lse `[n, H]`): shapes, causality and rows without a key as in `naive_attention`."""
     n, n_heads, _ = q.shape
-    if n < query_tile:  # a tile of fewer queries has room for more keys
+    if n < query_tile:  # a tile of fewer queries has room for more keys, and one query needs hardly any tiles
         key_tile = key_tile * query_tile // max(1, n)
     out = q.new_zeros(n, n_heads, v.shape[2])
     lse = q.new_full((n, n_heads), -math.inf)

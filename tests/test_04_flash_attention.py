@@ -202,7 +202,7 @@ def test_any_attention_in_any_cache_gives_the_same_logits(small, attention):
 def kernels_everywhere(monkeypatch):
     """The path that a GPU takes; without one its kernels run in Triton's interpreter."""
     for module in (chapter, ragged):
-        monkeypatch.setattr(module, "use_kernels", lambda q, value_dim: True)
+        monkeypatch.setattr(module, "use_kernels", lambda q, value_dim, block_size=1: True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
@@ -243,6 +243,7 @@ def test_what_the_kernels_do_not_support_takes_the_pytorch_path():
     assert_close(chapter.flash_attention(*random_qkv(3, 5, d=24)), naive_attention(*random_qkv(3, 5, d=24)), "d=24")
     on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32, shape=(1, 2, 32))
     assert use_kernels(on_gpu, 32) == (sys.platform == "linux")
+    assert not use_kernels(on_gpu, 32, block_size=3), "not a power of two"
     for change, value_dim in (({"shape": (1, 2, 24)}, 32), ({"dtype": torch.float64}, 32), ({}, 24)):
         assert not use_kernels(SimpleNamespace(**(on_gpu.__dict__ | change)), value_dim), (change, value_dim)
 

@@ -2,7 +2,8 @@
 
 It knows numbers only, no tensors. A block is in exactly one of three states:
   used    one or more owners; owners are counted, and a block with two is shared
-  kept    no owner, but registered: it holds the keys and values of a known prefix and can be found again
+  kept    no owner, but registered: it holds the keys and values of a known prefix, and can be found again for as
+          long as the blocks before it can
   free    no owner, no memory
 `used + kept + free = num_blocks` at all times. Kept blocks are given away, least recently used first, when no free
 one is left: keeping them costs nothing.

@@ -29,13 +29,15 @@ class Part(NamedTuple):
     """Sequences of a step that attend in one call: one with any number of new tokens, or several with one each.
 
     `rows` of the step's N, `blocks` of all tables one after another, each padded to the longest; `hidden` `[B, m]`
-    marks what lies behind the end of each sequence, None for one sequence, whose `length` says it.
+    marks what lies behind the end of each sequence, None for one sequence, whose `length` says it. `unused` are the
+    numbers of these rows among the B·m gathered ones.
     """
 
     rows: slice | Tensor
     blocks: Tensor
     length: int
-    hidden: Tensor | None
+    hidden: Tensor | None = None
+    unused: Tensor | None = None
 
 
 @dataclass
@@ -96,7 +98,7 @@ class RaggedStep:
 
     def _alone(self, i: int, n_blocks: int) -> Part:
         rows = slice(self.starts[i], self.starts[i] + self.counts[i])
-        return Part(rows, self.tables[i, :n_blocks], self.lengths[i], hidden=None)
+        return Part(rows, self.tables[i, :n_blocks], self.lengths[i])
 
     def _together(self, group: list[int], width: int) -> Part:
         device = self.tables.device
@@ -104,7 +106,7 @@ class RaggedStep:
         hidden = torch.arange(width * self.block_size, device=device) >= ends[:, None]
         rows = torch.tensor([self.starts[i] for i in group], device=device)
         blocks = self.tables[torch.tensor(group, device=device), :width].flatten()
-        return Part(rows, blocks, max(self.lengths[i] for i in group), hidden)
+        return Part(rows, blocks, max(self.lengths[i] for i in group), hidden, hidden.flatten().nonzero()[:, 0])
 
 
 def ragged_attention(
@@ -120,7 +122,7 @@ def ragged_attention(
 
     On a GPU the kernels of chapter 4 read the blocks in place, and `attention` is not asked.
     """
-    if use_kernels(q, values.data.shape[-1]):
+    if use_kernels(q, values.data.shape[-1], step.block_size):
         return attend_in_place(q, layer, keys, values, step.kernel_groups, step.block_size, scale)
     outs = []
     for part in step.parts:
@@ -129,7 +131,7 @@ def ragged_attention(
         if part.hidden is None:
             outs.append(attention(q[part.rows], k[: part.length], v[: part.length], scale))
         else:
-            outs.append(_decode_together(q[part.rows], k, v, part.hidden, scale))
+            outs.append(_decode_together(q[part.rows], k, v, part, scale))
     if len(outs) == 1 and isinstance(step.parts[0].rows, slice):
         return outs[0]
     out = outs[0].new_empty(len(q), *outs[0].shape[1:])
@@ -138,18 +140,18 @@ def ragged_attention(
     return out
 
 
-def _decode_together(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float | None) -> Tensor:
+def _decode_together(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float | None) -> Tensor:
     """One query each of B sequences, q `[B, H, d]`, over their gathered rows k, v `[B·m, K, d]` -> `[B, H, d_v]`.
 
     Heads never mix, so the heads of B sequences are B times as many heads of one.
     """
     (n_sequences, n_heads, d), (n_kv_heads, d_v) = q.shape, v.shape[1:]
-    m, heads, groups = hidden.shape[1], n_kv_heads * n_sequences, n_heads // n_kv_heads
+    m, heads, groups = part.hidden.shape[1], n_kv_heads * n_sequences, n_heads // n_kv_heads
     q = q.view(n_sequences, n_kv_heads, groups, d).transpose(0, 1).reshape(1, heads * groups, d)
     k = k.transpose(0, 1).reshape(heads, m, d).transpose(0, 1)  # [m, K·B, d]
     scores = attention_scores(q, k, scale).view(n_kv_heads, n_sequences, groups, m)
-    weights = scores.masked_fill_(hidden[:, None], -math.inf).softmax(-1)
+    weights = scores.masked_fill_(part.hidden[:, None], -math.inf).softmax(-1)
     # The rows behind a sequence's end hold anything, NaN too, and zero times NaN is NaN.
-    v = v.transpose(0, 1).view(n_kv_heads, n_sequences, m, d_v).masked_fill_(hidden[:, :, None], 0.0)
-    out = torch.bmm(weights.view(heads, groups, m), v.view(heads, m, d_v))
+    v = v.index_fill_(0, part.unused, 0.0).transpose(0, 1)
+    out = torch.bmm(weights.view(heads, groups, m), v.reshape(heads, m, d_v))
     return out.view(n_kv_heads, n_sequences, groups, d_v).transpose(0, 1).reshape(n_sequences, n_heads, d_v)
