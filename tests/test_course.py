@@ -72,10 +72,16 @@ def test_stages_that_differ_are_found_out_and_near_ties_are_excused(small):
 def test_the_table_compares_with_the_stage_before_and_with_stage_one(small):
     first = tour.run_stage(CHAPTERS[0], small, [1, 2, 3], 4)
     half = Timeline(0.0, tuple(t / 2 for t in [x - first.timeline.submitted for x in first.timeline.token_times]))
-    second = dataclasses.replace(first, timeline=half, cache=SimpleNamespace(nbytes=2**20), token_ids=[0, 0, 0, 0])
+    second = dataclasses.replace(
+        first,
+        timeline=half,
+        cache=SimpleNamespace(nbytes=2**20),
+        token_ids=[0] * 4,
+        tokens_per_second=half.tokens_per_second,
+    )
     text = tour.table([first, second], small, [1, 2, 3])
     rows = text.splitlines()[2:]
     assert "as stage 1" in rows[0]
     assert "1.00 MiB" in rows[1]
-    assert "2.00x" in rows[1], "half the time per token is a gain of 2"
+    assert "2.00x" in rows[1], "twice the tokens per second is a gain of 2"
     assert "differ at 0" in rows[1]

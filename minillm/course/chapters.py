@@ -15,8 +15,8 @@ from minillm.paged_cache import PagedKVCache
 class Chapter:
     """One bottleneck and the module that removes it. `name` is the module, the notebook, the test and the figure.
 
-    `cache(model, max_tokens)` makes the cache under which one sequence of at most `max_tokens` is generated.
-    A lossless chapter gives the tokens of chapter 1.
+    `cache(model, max_tokens)` makes the cache under which one sequence of at most `max_tokens` is generated; None for
+    a chapter about many sequences, which the tour runs in an engine. A lossless chapter gives the tokens of chapter 1.
     """
 
     number: int
@@ -24,7 +24,7 @@ class Chapter:
     title: str
     bottleneck: str
     idea: str
-    cache: Callable[[Transformer, int], Cache]
+    cache: Callable[[Transformer, int], Cache] | None
     lossless: bool = True
 
     @property
@@ -33,11 +33,13 @@ class Chapter:
         return f"{self.number:02d}_{self.name}"
 
 
+BLOCK_SIZE = 16
+
+
 def _pool(model: Transformer, max_tokens: int, attention: AttentionFunction = naive_attention) -> PagedKVCache:
     """A pool with just the blocks that one sequence of `max_tokens` needs."""
-    block_size = 16
-    n_blocks = -(-max_tokens // block_size)
-    return PagedKVCache(model.config, n_blocks, block_size, model.device, model.dtype, attention)
+    n_blocks = -(-max_tokens // BLOCK_SIZE)
+    return PagedKVCache(model.config, n_blocks, BLOCK_SIZE, model.device, model.dtype, attention)
 
 
 CHAPTERS = (
@@ -72,5 +74,13 @@ CHAPTERS = (
         bottleneck="all scores are written to memory and read back",
         idea="softmax in one pass over tiles that fit fast memory; in Triton on a GPU",
         cache=lambda model, max_tokens: _pool(model, max_tokens, flash_attention).sequence(max_tokens=max_tokens),
+    ),
+    Chapter(
+        number=5,
+        name="continuous_batching",
+        title="Continuous batching",
+        bottleneck="a batch waits for its longest answer while others queue",
+        idea="decide before every step who is in it",
+        cache=None,
     ),
 )

@@ -4,6 +4,7 @@ Times are measured, FLOPs are counted by PyTorch while the stage warms up, and s
 are checked against chapter 1.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,14 +12,15 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
-from minillm.course.chapters import CHAPTERS, Chapter
+from minillm.continuous_batching import Engine, Request, Result
+from minillm.course.chapters import BLOCK_SIZE, CHAPTERS, Chapter
 from minillm.course.pool_picture import draw_pool, pool_figure_size
 from minillm.generate import Cache, check_request, generate
 from minillm.measure import plots
 from minillm.measure.metrics import Timeline, count_flops, record
 from minillm.model.transformer import Transformer
 from minillm.naive_attention import NoCache
-from minillm.paged_cache import PagedSequence
+from minillm.paged_cache import PagedKVCache, PagedSequence
 
 # Two correct implementations round differently; where the two best logits lie closer than this, either may win.
 NEAR_TIE = 1e-4
@@ -26,13 +28,15 @@ NEAR_TIE = 1e-4
 
 @dataclass(frozen=True)
 class StageResult:
-    """What one stage did with the prompt; `cache` is as the run left it."""
+    """What one stage did with the prompt; `cache` is as the run left it, `note` says what was different about it."""
 
     chapter: Chapter
     token_ids: list[int]
     timeline: Timeline
     cache: Cache
     flops_per_token: float
+    tokens_per_second: float
+    note: str = ""
 
     @property
     def kv_bytes(self) -> int:
@@ -42,6 +46,8 @@ class StageResult:
 
 def run_stage(chapter: Chapter, model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> StageResult:
     """Generate once to warm up, counting matrix-product FLOPs, and once against the clock."""
+    if chapter.cache is None:
+        return run_batch_stage(chapter, model, prompt_ids, max_new_tokens)
 
     def stream() -> tuple[Iterator[int], Cache]:
         cache = chapter.cache(model, len(prompt_ids) + max_new_tokens)
@@ -50,7 +56,30 @@ def run_stage(chapter: Chapter, model: Transformer, prompt_ids: Sequence[int], m
     warm_up, flops = count_flops(lambda: list(stream()[0]))
     ids, cache = stream()
     token_ids, timeline = record(ids, model.device)
-    return StageResult(chapter, token_ids, timeline, cache, flops / len(warm_up))
+    return StageResult(chapter, token_ids, timeline, cache, flops / len(warm_up), timeline.tokens_per_second)
+
+
+def run_batch_stage(
+    chapter: Chapter, model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int, copies: int = 8
+) -> StageResult:
+    """The prompt asked `copies` times at once: times of the first answer, tokens per second of all of them."""
+    request = Request(prompt_ids, max_new_tokens)
+
+    def serve() -> tuple[list[Result], PagedKVCache]:
+        n_blocks = copies * -(-(len(prompt_ids) + max_new_tokens) // BLOCK_SIZE)
+        cache = PagedKVCache(model.config, n_blocks, BLOCK_SIZE, model.device, model.dtype)
+        return Engine(model, cache).run([request] * copies), cache
+
+    (results, cache), flops = count_flops(serve)
+    warm_up = sum(len(r.token_ids) for r in results)
+    start = time.perf_counter()
+    results, cache = serve()
+    seconds = time.perf_counter() - start
+    n_tokens = sum(len(r.token_ids) for r in results)
+    different = next((r.token_ids for r in results if r.token_ids != results[0].token_ids), results[0].token_ids)
+    return StageResult(
+        chapter, different, results[0].timeline, cache, flops / warm_up, n_tokens / seconds, f"{copies} at once"
+    )
 
 
 def run_tour(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> list[StageResult]:
@@ -83,13 +112,13 @@ def table(results: Sequence[StageResult], model: Transformer, prompt_ids: Sequen
         t = r.timeline
         wrong = disagreement(model, prompt_ids, results[0].token_ids, r.token_ids)
         verdict = "as stage 1" if wrong is None else f"differ at {wrong}"
-        gain = f"{previous / t.tpot:.2f}x" if previous else "-"
+        gain = f"{r.tokens_per_second / previous:.2f}x" if previous else "-"
         lines.append(
             f"{r.chapter.number} {r.chapter.title:22} {t.ttft * 1e3:6.1f} ms {t.tpot * 1e3:7.2f} ms "
-            f"{t.tokens_per_second:9.1f} {r.kv_bytes / 2**20:7.2f} MiB {r.flops_per_token / 1e6:9.1f} M {gain:>7}  "
-            f"{verdict if r.chapter.lossless else 'lossy'}"
+            f"{r.tokens_per_second:9.1f} {r.kv_bytes / 2**20:7.2f} MiB {r.flops_per_token / 1e6:9.1f} M {gain:>7}  "
+            f"{verdict if r.chapter.lossless else 'lossy'}{', ' if r.note else ''}{r.note}"
         )
-        previous = t.tpot
+        previous = r.tokens_per_second
     return "\n".join(lines)
 
 

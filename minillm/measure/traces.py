@@ -39,13 +39,13 @@ def sharegpt_like(n: int, seed: int = 0, longest: int = 2048) -> list[RequestLen
     return [RequestLengths(int(p), int(o)) for p, o in zip(prompt, output, strict=True)]
 
 
-def skewed(n: int, seed: int = 0, longest: int = 128) -> list[RequestLengths]:
-    """n requests of which one in sixteen has an answer of `longest` tokens and the others of 4 to 12; prompts of 8 to
+def skewed(n: int, seed: int = 0, longest: int = 256) -> list[RequestLengths]:
+    """n requests of which one in sixteen has an answer of `longest` tokens and the others of 2 to 8; prompts of 8 to
     24. Where long answers stand among the short ones is decided by the seed.
     """
     rng = np.random.default_rng(seed)
     prompts = rng.integers(8, 25, n)
-    outputs = rng.integers(4, 13, n)
+    outputs = rng.integers(2, 9, n)
     outputs[rng.permutation(n)[: -(-n // 16)]] = longest
     return [RequestLengths(int(p), int(o)) for p, o in zip(prompts, outputs, strict=True)]
 
