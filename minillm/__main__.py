@@ -46,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--model", default="tiny", help="a shipped model or a safetensors file (default tiny)")
         command.add_argument("--device", help="cpu or cuda (default: the best one present)")
+        command.add_argument(
+            "--threads", type=int, default=1, help="CPU threads; this model's steps are small (default %(default)s)"
+        )
         command.add_argument("--dtype", choices=DTYPES, default="float32", help="element type (default %(default)s)")
 
     defaults = TrainSettings()
@@ -63,8 +66,16 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def use_threads(n: int) -> None:
+    """Compute with n CPU threads. Raises ValueError below 1."""
+    if n < 1:
+        raise ValueError(f"--threads must be at least 1, got {n}")
+    torch.set_num_threads(n)
+
+
 def run_tour_command(args: argparse.Namespace) -> int:
     """Run every stage, print the table, write figures/tour.png; 1 if a lossless stage changed the tokens."""
+    use_threads(args.threads)
     model, tokenizer = minillm.load(args.model, args.device, DTYPES[args.dtype])
     prompt_ids = tokenizer.encode(minillm.held_out_text()[0])[: args.prompt_tokens]
     where = environment(model.device, model.dtype)
@@ -85,6 +96,7 @@ def run_tour_command(args: argparse.Namespace) -> int:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Print the text as its characters become certain, then the times on standard error."""
+    use_threads(args.threads)
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     model, tokenizer = minillm.load(args.model, args.device, DTYPES[args.dtype])
     prompt_ids = tokenizer.encode(args.prompt)
@@ -114,8 +126,8 @@ def stream_text(ids, eos_id: int):
 
 def run_train(args: argparse.Namespace) -> int:
     """Train, report the losses, write the checkpoint."""
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    if args.threads is not None:
+        use_threads(args.threads)
     settings = replace(TrainSettings(), steps=args.steps, lr=args.lr, seed=args.seed)
     train(
         args.corpus, CONFIGS[args.config], settings, args.out or Path("runs") / args.config, args.held_out, args.resume

@@ -43,6 +43,7 @@ def test_the_tour_prints_every_stage_and_writes_its_picture(capsys, tmp_path, mo
         (["generate", "a", "--temperature", "-1"], "temperature must be finite and at least 0, got -1.0"),
         (["generate", "a", "--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
         (["generate", "a", "--model", "nowhere"], "no model 'nowhere'"),
+        (["generate", "a", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["generate", "a", "--device", "abacus"], "device 'abacus' cannot be used here"),
         (["generate", "a\ud800"], "half of a surrogate pair at position 1"),
         (["tour", "--max-new-tokens", "1"], "it needs 2 new ones, got 1"),
