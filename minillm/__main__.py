@@ -1,8 +1,9 @@
 """How language models are made fast at inference, in stages. Without a command: the tour."""
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def run_generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def stream_text(ids, eos_id: int):
+def stream_text(ids: Iterator[int], eos_id: int) -> Iterator[int]:
     """Pass `ids` through and print their text as it becomes certain."""
     decoder = StreamDecoder()
     for token in ids:
@@ -139,9 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Bad input is one line on standard error and status 2, not a traceback."""
     top = parser()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    args = top.parse_args(arguments if arguments and arguments != [] else ["tour"])
+    args = top.parse_args(arguments or ["tour"])
     try:
         return args.run(args)
+    except BrokenPipeError:  # whoever read our output has seen enough; what is left in the buffer must go nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"python -m minillm {args.command}: error: {error}", file=sys.stderr)
         return 2
