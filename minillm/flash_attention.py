@@ -81,8 +81,9 @@ def attend_tile(q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float | N
     scores = scaled_products(q, k, scale)  # [K, G, n, m]: the only ones that exist
     if diagonal < m - 1:  # else even the first row sees every key
         scores.masked_fill_(torch.ones(n, m, dtype=torch.bool, device=q.device).triu_(diagonal + 1), -math.inf)
-    lse = scores.logsumexp(-1)  # [K, G, n]
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    # In 16 bits lse would be rounded by more than what it weighs: it has 32 at least, and the weights their own sum.
+    lse = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1)  # [K, G, n]
+    weights = scores.softmax(-1).masked_fill_((lse == -math.inf)[..., None], 0.0)
     out = torch.bmm(weights.view(n_kv_heads, groups * n, m), v.transpose(0, 1))
     return by_head_groups(out, n, groups), lse.permute(2, 0, 1).reshape(n, n_heads)
 
@@ -100,7 +101,7 @@ def tiled_attention_lse(
     if n < query_tile:  # a tile of fewer queries has room for more keys, and one query needs hardly any tiles
         key_tile = key_tile * query_tile // max(1, n)
     out = q.new_zeros(n, n_heads, v.shape[2])
-    lse = q.new_full((n, n_heads), -math.inf)
+    lse = q.new_full((n, n_heads), -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for rows, columns, diagonal in tiles(n, len(k), query_tile, key_tile):
         part = attend_tile(q[rows], k[columns], v[columns], diagonal, scale)
         first = columns.start == 0

@@ -116,6 +116,22 @@ def test_rows_without_a_key_are_zero():
     assert torch.equal(tiled_attention(*random_qkv(3, 0)), torch.zeros(3, 4, 16, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 50.0, 1e4])
+def test_weights_sum_to_one_in_low_precision_too(dtype, size):
+    q, k = torch.ones(1, 1, 4, dtype=dtype), torch.full((100, 1, 4), size / 4, dtype=dtype)
+    out = tiled_attention_lse(q, k, torch.ones(100, 1, 1, dtype=dtype), 1.0, 16, 2)[0]
+    assert abs(out.item() - 1) < 0.02, f"{dtype}: a mean of ones is {out.item()} where all scores are {size}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_as_close_to_the_formula_as_naive_attention(dtype):
+    q, k, v = (4 * x for x in random_qkv(40, 300, dtype=dtype))
+    expected = naive_attention(q.double(), k.double(), v.double())
+    naive, tiled = ((f(q, k, v) - expected).abs().max() for f in (naive_attention, tiled_attention))
+    assert tiled < 2 * naive + 1e-3, f"{dtype}: error {tiled}, naive has {naive}"
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "d_v"), [(1, 1, 8, 8), (6, 2, 24, 16), (4, 1, 16, 32)])
 def test_shapes_scale_and_heads_are_those_of_naive_attention(heads, kv_heads, d, d_v):
     q, k, v = random_qkv(40, 70, heads, kv_heads, d, d_v)

@@ -333,7 +333,11 @@ def test_a_stop_string_ends_the_answer_of_the_model(tiny):
         (([64], 3), r"token id 64 is outside the vocabulary 0\.\.63"),
         (([1], 128), "1 prompt tokens and 128 new ones exceed max_seq_len=128"),
         (([1] * 30, 20), "30 prompt tokens and 20 new ones may need 13 blocks of 4, the whole pool has 12"),
-        (([1], 3, None, None, ("a", "")), "a stop string is empty"),
+        (([1], 3, None, None, ("a", "")), "stop must be a sequence of strings, none empty, got .*''"),
+        (([1], 3, None, None, "END"), "stop must be a sequence of strings, none empty, got 'END'"),
+        (([1], 3, None, None, (b"a",)), "stop must be a sequence of strings"),
+        (([1], 3, None, None, (), 1, math.nan), "arrival must be finite and at least 0, got nan"),
+        (([1], 3, None, None, (), 1, -5.0), "arrival must be finite and at least 0, got -5.0"),
         (([1], 3, None, None, (), 0), "n must be at least 1, got 0"),
     ],
 )
@@ -362,6 +366,85 @@ def test_a_callback_that_fails_ends_its_own_request_only(small):
     assert [r.finish_reason for r in results] == ["length", "error", "length"]
     assert str(results[1].error) == "the connection is gone"
     assert [r.token_ids for r in results[::2]] == [alone(small, r) for r in requests[::2]]
+
+
+def test_a_sibling_that_cannot_start_ends_alone(small):
+    class Broken(OneToken):
+        def accept(self, sample, logits):
+            if sample.index == 1:
+                raise RuntimeError("no token")
+            return super().accept(sample, logits)
+
+    request = Request([1, 2, 3], 4, n=3)
+    result = make_engine(small, decoding=Broken()).run([request])[0]
+    assert [s.finish_reason for s in result.samples] == ["length", "error", "length"]
+    assert result.samples[2].token_ids == alone(small, request)
+
+
+def test_right_guesses_change_no_answer_even_beside_forks(small):
+    """Chapter 6's pieces in small: a decoding that knows what will come, for samples that share a prompt."""
+
+    class Oracle(OneToken):
+        def propose(self, sample):
+            return alone(small, sample.request, sample.index)[len(sample.token_ids) :][:2]
+
+        def accept(self, sample, logits):
+            new = []
+            for row, guess in zip(logits, [*sample.drafts, None], strict=True):
+                new.append(OneToken().accept(_Shifted(sample, len(new)), row[None])[0])
+                if new[-1] != guess:
+                    break
+            return new
+
+    class _Shifted:
+        def __init__(self, sample, by):
+            self.sampling, self.ids = sample.sampling, [*sample.ids, *[0] * by]
+
+    requests = [Request([1, 2, 3, 4, 5], 6, SamplingParams(2.0, seed=1), n=2), Request([7], 9)]
+    engine = make_engine(small, scheduler=Scheduler(3, 16), decoding=Oracle())
+    for request, result in zip(requests, engine.run(requests), strict=True):
+        for sample in result.samples:
+            assert sample.token_ids == alone(small, request, sample.index)
+    assert engine.cache.num_free_blocks == 64
+
+
+def test_the_callers_list_may_change_while_it_is_answered(small):
+    prompt = [1, 2, 3]
+    request = Request(prompt, 5, on_token=lambda token, text: prompt.append(token))
+    expected = alone(small, Request([1, 2, 3], 5))
+    assert make_engine(small).run([request])[0].token_ids == expected
+
+
+def test_run_ends_those_who_were_in_a_step_that_failed_and_serves_the_others(small):
+    engine = make_engine(small, scheduler=Scheduler(1, 16))
+    attention, calls = engine.cache.attention, itertools.count()
+
+    def failing(*arguments):
+        if next(calls) == 3:
+            raise RuntimeError("half way")
+        return attention(*arguments)
+
+    engine.cache.attention = failing
+    requests = [Request([i, 5, 6], 4) for i in range(3)]
+    results = engine.run([*requests, Request([1], 2.5)])
+    assert [r.finish_reason for r in results] == ["error", "length", "length", "error"]
+    assert [r.token_ids for r in results[1:3]] == [alone(small, r) for r in requests[1:]]
+    assert isinstance(results[3].error, TypeError)
+    assert engine.cache.num_free_blocks == 64
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 10), st.integers(2, 4)), min_size=2, max_size=4))
+def test_forks_in_a_pool_that_preempts_give_the_answers_given_alone(small, shapes):
+    engine = make_engine(small, blocks=6, scheduler=Scheduler(5, 9))
+    requests = [
+        Request([(3 * i + j) % 64 for j in range(p)], o, SamplingParams(1.5, seed=i), n=n)
+        for i, (p, o, n) in enumerate(shapes)
+    ]
+    for request, result in zip(requests, engine.run(requests), strict=True):
+        for sample in result.samples:
+            assert sample.token_ids == alone(small, request, sample.index)
+    assert engine.cache.num_free_blocks == 6
 
 
 def test_a_step_that_fails_loses_nothing(small):

@@ -76,6 +76,12 @@ def test_every_slot_is_counted_once_and_everything_is_given_back(policy, lengths
 def test_a_request_that_fits_nowhere_is_an_error():
     with pytest.raises(ValueError, match=r"prompt=50, output=50\) does not fit into 60 slots"):
         simulate(Contiguous(60, None), 60, [RequestLengths(50, 50)])
+    for policy, n, request in (
+        (Paged(16, 4), 16, RequestLengths(4, 100)),
+        (Contiguous(100, 10), 100, RequestLengths(5, 20)),
+    ):
+        with pytest.raises(ValueError, match="fits nowhere, not even alone"):
+            simulate(policy, n, [request])
 
 
 def test_the_trace_has_the_published_means_and_is_skewed():
@@ -84,6 +90,8 @@ def test_the_trace_has_the_published_means_and_is_skewed():
     assert statistics.fmean(r.output for r in trace) == pytest.approx(337.99, abs=1)
     assert statistics.median(r.output for r in trace) < 250, "half the answers are far shorter than the mean"
     assert max(r.total for r in trace) <= 2048
+    with pytest.raises(ValueError, match="longest=256 is too short"):
+        sharegpt_like(50, longest=256)
     assert sharegpt_like(50, seed=1) == sharegpt_like(50, seed=1) != sharegpt_like(50, seed=2)
 
 

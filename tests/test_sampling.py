@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from minillm.generate import generate
 from minillm.model.sampling import SamplingParams, draw, probabilities, sample, uniform
 
+GOLDEN = [0.5213453336981362, 0.12342168484904592]
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
 
 
@@ -88,9 +89,25 @@ def test_rows_are_treated_alike():
     assert_close(probabilities(rows, params), torch.stack([probabilities(r, params) for r in rows]), "a batch of two")
 
 
-def test_nan_logits_are_an_error():
-    with pytest.raises(ValueError, match="logits hold NaN"):
-        probabilities(torch.tensor([1.0, math.nan]), SamplingParams())
+@pytest.mark.parametrize("row", [[1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf]], ids=str)
+@pytest.mark.parametrize("params", [None, SamplingParams(), SamplingParams(0.0)], ids=str)
+def test_broken_logits_are_an_error(row, params):
+    with pytest.raises(ValueError, match="the largest logit of a row is not a finite number"):
+        sample(torch.tensor(row), params, position=0)
+
+
+def test_a_token_at_minus_infinity_is_never_drawn():
+    p = probabilities(torch.tensor([0.0, -math.inf, 0.0]), SamplingParams(0.7, top_k=3, top_p=0.9))
+    assert p.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_of_equal_logits_the_lower_id_comes_first():
+    assert sample(torch.zeros(40), None, 0) == 0
+    assert probabilities(torch.zeros(40), SamplingParams(top_k=20)).nonzero().flatten().tolist() == list(range(20))
+
+
+def test_uniforms_stay_what_they_are():
+    assert [uniform(0, 0), uniform(1, 2, 3)] == GOLDEN, "a text must not change with a new version of this project"
 
 
 @pytest.mark.parametrize(

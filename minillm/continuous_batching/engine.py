@@ -1,8 +1,11 @@
 """The engine: schedule, run, accept, until nothing is left."""
 
+import math
+import operator
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -28,6 +31,10 @@ class Decoding(Protocol):
         guesses. All but the last of them must equal the guesses: their keys and values are in the cache.
         """
         ...
+
+
+def _is_time(seconds: float) -> bool:
+    return isinstance(seconds, (int, float)) and 0 <= seconds < math.inf
 
 
 class OneToken:
@@ -84,14 +91,17 @@ class Engine:
         """Put a request in the queue; its result fills while `step` runs.
 
         Raises ValueError, and everything else goes on, for an empty prompt, ids outside the vocabulary,
-        `max_new_tokens` or `n` below 1, an empty stop string, or a worst case beyond the context or the pool.
+        `max_new_tokens` or `n` below 1, an empty stop string, an arrival that never comes, or a worst case beyond the
+        context or the pool; TypeError for numbers that are not whole.
         """
-        prompt = [int(i) for i in request.prompt_ids]
-        check_request(self.model, prompt, request.max_new_tokens)
-        if request.n < 1:
+        prompt = [operator.index(i) for i in request.prompt_ids]
+        check_request(self.model, prompt, operator.index(request.max_new_tokens))
+        if operator.index(request.n) < 1:
             raise ValueError(f"n must be at least 1, got {request.n}")
-        if "" in request.stop:
-            raise ValueError("a stop string is empty: it would end every text at once")
+        if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
+            raise ValueError(f"stop must be a sequence of strings, none empty, got {request.stop!r}")
+        if not _is_time(request.arrival):
+            raise ValueError(f"arrival must be finite and at least 0, got {request.arrival}")
         worst = self.cache.blocks_for(len(prompt) + request.max_new_tokens)
         if worst > self.cache.num_blocks:
             raise ValueError(
@@ -100,7 +110,7 @@ class Engine:
             )
         now = self.clock.now()
         self._submissions += 1
-        samples = [Sample(request, i, self._submissions, now, list(prompt)) for i in range(request.n)]
+        samples = [Sample(request, i, self._submissions, now, list(prompt), len(prompt)) for i in range(request.n)]
         self.waiting.extend(samples)
         return Result(request, samples)
 
@@ -112,27 +122,31 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Serve `requests`, each from its `arrival` on; results in the order given.
 
-        A request that is refused has a result without samples' tokens, the error in it; the others are served.
+        A request that is refused has a result without tokens and the error in it; the others are served. If the model
+        fails in a step, the samples that were running end with that error, and those that come after them are served.
         """
         start = self.clock.now()
         results: list[Result | None] = [None] * len(requests)
-        coming = sorted(range(len(requests)), key=lambda i: requests[i].arrival)
+        arrivals = [r.arrival if _is_time(r.arrival) else 0.0 for r in requests]  # the others are refused at once
+        coming = sorted(range(len(requests)), key=lambda i: arrivals[i])
         while coming or self.waiting or self.running:
-            while coming and requests[coming[0]].arrival <= self.clock.now() - start:
+            while coming and arrivals[coming[0]] <= self.clock.now() - start:
                 i = coming.pop(0)
                 results[i] = self._add_or_refuse(requests[i])
                 for sample in results[i].samples:  # a request that came during a step waited from then on
-                    sample.submitted = start + requests[i].arrival
+                    sample.submitted = start + arrivals[i]
             if self.waiting or self.running:
-                self.step()
+                self._step_or_end_running()
             elif coming:
-                self.clock.wait(max(0.0, start + requests[coming[0]].arrival - self.clock.now()))
+                self.clock.wait(max(0.0, start + arrivals[coming[0]] - self.clock.now()))
         return results
 
     def step(self) -> None:
         """Schedule, run, accept. After an exception in the model every sample is as it was before the step."""
         for sample in self.running:
-            sample.drafts = self.decoding.propose(sample) if sample.decodes else []
+            sample.drafts = []  # only behind a token of the answer: where a prompt ends, samples are forked
+            if sample.decodes and sample.token_ids:
+                sample.drafts = self.decoding.propose(sample)
         plan = self.scheduler.plan(self.running, self.waiting, self.cache)
         steps = self._prepare(plan)
         if steps:
@@ -147,10 +161,20 @@ class Engine:
     def _add_or_refuse(self, request: Request) -> Result:
         try:
             return self.add(request)
-        except ValueError as error:
-            refused = Sample(request, 0, 0, self.clock.now(), list(request.prompt_ids))
+        except (ValueError, TypeError) as error:
+            refused = Sample(replace(request, stop=()), 0, 0, self.clock.now(), [], 0)
             refused.finish_reason, refused.error = "error", error
             return Result(request, [refused])
+
+    def _step_or_end_running(self) -> None:
+        try:
+            self.step()
+        except Exception as error:
+            if not self.running:
+                raise
+            for sample in list(self.running):
+                sample.error = error
+                self._finish(sample, "error")
 
     def _prepare(self, plan: Plan) -> list[tuple[Sample, int]]:
         """Carry out preemptions and admissions. An admitted sample may need fewer tokens than planned: what others
@@ -195,24 +219,30 @@ class Engine:
                 if n < known:  # a slice of a prompt
                     sample.sequence.advance(sample.ids[sample.sequence.length :][:n])
                     continue
-                new = self.decoding.accept(sample, rows[known - 1 :])
-                sample.sequence.advance(sample.ids[sample.sequence.length :] + new[:-1])
-                self._fork_siblings(sample, rows[known - 1 :])
-                self._extend(sample, new)
-            except Exception as error:  # a broken callback or broken logits end their own request only
+                if not sample.token_ids:
+                    sample.sequence.advance(sample.ids[sample.sequence.length :])
+                    self._fork_siblings(sample, rows[known - 1 :])
+                    self._extend(sample, self.decoding.accept(sample, rows[known - 1 :]))
+                else:
+                    new = self.decoding.accept(sample, rows[known - 1 :])
+                    sample.sequence.advance(sample.ids[sample.sequence.length :] + new[:-1])
+                    self._extend(sample, new)
+            except Exception as error:  # a broken callback or broken logits end their own sample only
                 sample.error = error
                 self._finish(sample, "error")
 
     def _fork_siblings(self, sample: Sample, logits: Tensor) -> None:
         """The prompt has run for one sample: the others of its request begin where it is, sharing its blocks."""
-        if sample.token_ids:
-            return
         siblings = [s for s in self.waiting if s.submission == sample.submission and not s.token_ids]
         for sibling in siblings[: self.scheduler.max_batch - len(self.running)]:
             self.waiting.remove(sibling)
             insort(self.running, sibling, key=Sample.order)
             sibling.sequence, sibling.started = sample.sequence.fork(), self.clock.now()
-            self._extend(sibling, self.decoding.accept(sibling, logits))
+            try:
+                self._extend(sibling, self.decoding.accept(sibling, logits))
+            except Exception as error:
+                sibling.error = error
+                self._finish(sibling, "error")
 
     def _extend(self, sample: Sample, new: list[int]) -> None:
         """Append tokens up to the one that ends the answer, and say so to whoever listens."""
@@ -222,7 +252,7 @@ class Engine:
             sample.token_times.append(self.clock.now())
             text = "" if token == request.eos else sample.stream.push(token)
             reason = "eos" if token == request.eos else "stop" if sample.stream.stopped else None
-            if reason is None and len(sample.token_ids) == request.max_new_tokens:
+            if reason is None and len(sample.token_ids) >= request.max_new_tokens:
                 reason = "length"
             if reason:
                 text += sample.stream.finish()
@@ -238,10 +268,10 @@ class Engine:
         if sample.finish_reason:
             return
         sample.finish_reason = reason
-        sample.stream.finish()
-        if sample.sequence:
-            sample.sequence.free()
-            sample.sequence = None
         for samples in (self.running, self.waiting):
             if sample in samples:
                 samples.remove(sample)
+        if sample.sequence:
+            sample.sequence.free()
+            sample.sequence = None
+        sample.stream.finish()

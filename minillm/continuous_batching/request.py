@@ -87,6 +87,7 @@ class Sample:
     submission: int  # the same number for the samples of one `add`
     submitted: float
     ids: list[int]
+    n_prompt: int  # how many of them were asked, not generated
     sequence: PagedSequence | None = None
     drafts: list[int] = field(default_factory=list)  # guesses to run behind `ids` (chapter 6)
     token_times: list[float] = field(default_factory=list)
@@ -116,7 +117,7 @@ class Sample:
     @property
     def token_ids(self) -> list[int]:
         """What was generated."""
-        return self.ids[len(self.request.prompt_ids) :]
+        return self.ids[self.n_prompt :]
 
     @property
     def text(self) -> str:

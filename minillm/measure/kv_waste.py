@@ -195,6 +195,8 @@ def _advance(policy: Policy, running: list[_Running], waiting: list[RequestLengt
         if policy.grow(running[i].handle, running[i].held + 1):
             running[i].held += 1
             i += 1
+        elif len(running) == 1:
+            raise ValueError(f"{running[0].request} fits nowhere, not even alone")
         else:
             newest = running.pop()
             policy.stop(newest.handle)

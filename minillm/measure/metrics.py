@@ -47,8 +47,8 @@ class Timeline:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens produced over the end-to-end latency; None without a token."""
-        return len(self.token_times) / self.latency if self.token_times else None
+        """Tokens produced over the end-to-end latency; None without a token, or if the clock did not move."""
+        return len(self.token_times) / self.latency if self.latency else None
 
 
 def record(stream: Iterable[int], device: torch.device | str = "cpu") -> tuple[list[int], Timeline]:

@@ -25,8 +25,11 @@ def sharegpt_like(n: int, seed: int = 0, longest: int = 2048) -> list[RequestLen
     """n requests with the mean lengths of ShareGPT, 161 in and 338 out (Kwon et al. 2023, section 6.1).
 
     Both log-normal with sigma 1, cut to at least 1 token and at most `longest` in all. Cutting lowers the mean, so
-    the scale is raised until the means of what is left are right (within a token for large n).
+    the scale is raised until the means of what is left are right (within a token for large n). Raises ValueError if
+    `longest` leaves no room for them.
     """
+    if longest < 1024:
+        raise ValueError(f"longest={longest} is too short for requests of 499 tokens on average: 1,024 at least")
     rng = np.random.default_rng(seed)
     shapes = np.exp(rng.standard_normal((2, n)))
     means = np.array([161.31, 337.99])

@@ -7,6 +7,7 @@ Nucleus sampling: Holtzman et al. 2020, "The curious case of neural text degener
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,10 +48,11 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
     Temperature first, then top-k, then top-p on what is left: the smallest set of most likely tokens whose
     probability reaches top_p, the token that crosses it included. Of equal logits the lower id comes first.
-    Raises ValueError for logits that are not a number: they come from a broken model, not from an unlikely token.
+    Raises ValueError for a row whose largest logit is not finite: it comes from a broken model. (Minus infinity for
+    some tokens is a token that cannot come.)
     """
-    if logits.isnan().any():
-        raise ValueError("logits hold NaN")
+    if not logits.amax(-1).isfinite().all():
+        raise ValueError("the largest logit of a row is not a finite number: the model is broken")
     logits = logits.double()
     if params.is_greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -92,5 +94,8 @@ def sample(logits: Tensor, params: SamplingParams | None, position: int) -> int:
     Greedy when params is None: the arg-max, the lowest id among equals. Waits for the device (one number comes back).
     """
     if params is None or params.is_greedy:
-        return int(logits.argmax())
+        token = int(logits.argmax())
+        if not math.isfinite(logits[token]):  # of NaN and numbers the arg-max is NaN
+            raise ValueError("the largest logit of a row is not a finite number: the model is broken")
+        return token
     return draw(probabilities(logits, params), uniform(params.seed, position))
