@@ -12,6 +12,7 @@ import torch
 import minillm
 from minillm.course.chapters import CHAPTERS
 from minillm.course.tour import disagreement, figure, pool_figure, run_tour, table
+from minillm.generate import check_request
 from minillm.measure import plots
 from minillm.measure.metrics import environment, record
 from minillm.model.config import CONFIGS
@@ -82,6 +83,8 @@ def run_tour_command(args: argparse.Namespace) -> int:
     where = environment(model.device, model.dtype)
     task = f"{len(prompt_ids)} prompt tokens, {args.max_new_tokens} new ones, greedy"
     print(f"{args.model} on {where}\n{task}\n")
+    if args.prompt_tokens < 1:
+        raise ValueError(f"--prompt-tokens must be at least 1, got {args.prompt_tokens}")
     if args.max_new_tokens < 2:
         raise ValueError(f"the tour measures the time between tokens: it needs 2 new ones, got {args.max_new_tokens}")
     results = run_tour(model, prompt_ids, args.max_new_tokens)
@@ -101,6 +104,7 @@ def run_generate(args: argparse.Namespace) -> int:
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     model, tokenizer = minillm.load(args.model, args.device, DTYPES[args.dtype])
     prompt_ids = tokenizer.encode(args.prompt)
+    check_request(model, prompt_ids, args.max_new_tokens)  # before memory is reserved for it
     chapter = next(c for c in CHAPTERS if c.name == args.stage)
     cache = chapter.cache(model, len(prompt_ids) + args.max_new_tokens)
     ids = minillm.generate(model, prompt_ids, args.max_new_tokens, cache, sampling, tokenizer.eos_id)

@@ -13,6 +13,8 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda are supported")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None

@@ -1,8 +1,8 @@
 """Random use of a block pool, with a plain list of tokens beside every sequence: what must hold after every call.
 
-The contents are checked without a model: a token's "key" is its id and position, written through the real step, so
-a row that was overwritten, copied wrongly or found under the wrong name shows at once. For more examples than the
-suite runs: `python tests/pool_machine.py 50000`.
+The contents are checked without a model: like a real one, a token's "key" depends on every token before it (it is a
+hash of them), so a row that was overwritten, copied wrongly or found behind another prefix shows at once.
+For more examples than the suite runs: `python tests/pool_machine.py 50000`.
 """
 
 import random
@@ -18,6 +18,11 @@ from minillm.model.config import ModelConfig
 from minillm.paged_cache import OutOfBlocks, PagedKVCache, PagedSequence
 
 CONFIG = ModelConfig(8, dim=2, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, hidden_dim=1, max_seq_len=64)
+
+
+def row(prefix: list[int]) -> list[float]:
+    """What the last token of `prefix` leaves in the cache."""
+    return [float(prefix[-1]), float(hash(tuple(prefix)) % 1_000_003)]
 
 
 def check_pool(cache: PagedKVCache, sequences: list[PagedSequence], extra_owners: int = 0) -> None:
@@ -54,7 +59,8 @@ class PoolMachine(RuleBasedStateMachine):
     def write(self, sequence, start, ids):
         """What a forward pass does to the pool: each new token's row says which token it is, and where."""
         step = sequence._step
-        rows = torch.tensor([[[float(t), float(start + j)]] for j, t in enumerate(ids)])
+        known = sequence.token_ids[:start]
+        rows = torch.tensor([[row([*known, *ids[: j + 1]])] for j in range(len(ids))])
         self.cache.keys.write(0, step.step.slots, rows)
         self.cache.values.write(0, step.step.slots, rows)
 
@@ -120,7 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
         except OutOfBlocks:
             assert [s.block_table for s, _, _ in chosen] == tables, "all or none"
             return
-        rows = torch.tensor([[[float(token), float(p)]] for p in step.positions.tolist()]).view(-1, 1, 2)
+        rows = torch.tensor([[row([*s.token_ids, *[token] * (j + 1)])] for s, _, n in chosen for j in range(n)])
         step.attend(0, rows, rows, rows)
         for sequence, tokens, n in chosen:
             sequence.advance([token] * n)
@@ -158,10 +164,11 @@ class PoolMachine(RuleBasedStateMachine):
             return
         for sequence, tokens in self.alive:
             assert sequence.token_ids == tokens
+            assert len(sequence.block_table) == self.cache.blocks_for(len(tokens)), "ceil(length / block_size) at rest"
             blocks = torch.tensor(sequence.block_table, dtype=torch.int32)
             for buffer in (self.cache.keys, self.cache.values):
                 rows = buffer.read_blocks(0, blocks, self.cache.block_size)[: len(tokens), 0]
-                expected = [[float(t), float(p)] for p, t in enumerate(tokens)]
+                expected = [row(tokens[: p + 1]) for p in range(len(tokens))]
                 assert rows.tolist() == expected, f"rows {rows.tolist()} of a sequence that wrote {expected}"
 
     def teardown(self):

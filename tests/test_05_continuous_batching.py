@@ -253,6 +253,21 @@ def test_samples_of_one_request_share_their_prompt_by_fork(small):
     assert len({b for s in engine.running for b in s.sequence.block_table}) == 2 + 4, "two full blocks, four tails"
 
 
+def test_requests_are_served_in_the_order_of_their_arrival(small):
+    engine = make_engine(small, scheduler=Scheduler(1, 8))
+    late, early = engine.run([Request([1], 2, arrival=3.0), Request([2], 9)])
+    assert early.timeline.token_times[-1] < late.timeline.token_times[0]
+
+
+def test_callbacks_hear_the_first_sample_only_and_never_the_eos_byte(small):
+    heard = []
+    plain = alone(small, Request([9, 30, 2], 6))
+    request = Request([9, 30, 2], 6, eos=plain[3], n=3, on_token=lambda token, text: heard.append((token, text)))
+    result = make_engine(small).run([request])[0]
+    assert [token for token, _ in heard] == result.token_ids
+    assert "".join(text for _, text in heard) == result.text == bytes(result.token_ids[:-1]).decode("utf-8", "replace")
+
+
 def test_an_answer_ends_with_eos(small):
     plain = alone(small, Request([9, 30, 2], 12))
     eos = plain[5]

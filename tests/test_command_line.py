@@ -47,7 +47,15 @@ def test_the_tour_prints_every_stage_and_writes_its_picture(capsys, tmp_path, mo
         (["generate", "a", "--device", "abacus"], "device 'abacus' cannot be used here"),
         (["generate", "a\ud800"], "half of a surrogate pair at position 1"),
         (["tour", "--max-new-tokens", "1"], "it needs 2 new ones, got 1"),
-        (["tour", "--prompt-tokens", "0"], "the prompt is empty"),
+        (["tour", "--prompt-tokens", "-5"], "--prompt-tokens must be at least 1, got -5"),
+        (["generate", "a", "--max-new-tokens", "-5"], "max_new_tokens must be at least 1, got -5"),
+        (["generate", "a", "--max-new-tokens", "1000000000", "--stage", "paged_cache"], "exceed max_seq_len=2048"),
+        (["generate", "a", "--device", "meta"], "device 'meta' cannot be used here: only cpu and cuda"),
+        (["train", "--corpus", "README.md", "--config", "tiny", "--steps", "0"], "steps must be at least 1, got 0"),
+        (
+            ["train", "--corpus", "README.md", "--config", "tiny", "--held-out", "nan"],
+            "held_out must lie between 0 and 1",
+        ),
         (["train", "--corpus", "nowhere.txt", "--config", "tiny"], "nowhere.txt"),
     ],
 )

@@ -104,6 +104,10 @@ def test_a_state_of_another_run_is_refused(tmp_path):
     other = TrainSettings(**(SETTINGS.__dict__ | {"seed": 1}))
     with pytest.raises(ValueError, match=r"made with other settings: seed=0 \(now 1\)"):
         Trainer(CONFIG, other, *parts, tmp_path).resume()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "state.safetensors").write_bytes(b"not a state")
+    with pytest.raises(ValueError, match="is damaged"):
+        Trainer(CONFIG, SETTINGS, *parts, tmp_path / "damaged").resume()
     wider = ModelConfig(**(CONFIG.__dict__ | {"dim": 24}))
     with pytest.raises(ValueError, match="holds a model of another shape"):
         Trainer(wider, SETTINGS, *parts, tmp_path).resume()

@@ -90,7 +90,9 @@ def test_positions_are_taken_as_given(small):
     [
         ({"n_kv_heads": 4}, "n_heads=6 is not a multiple of n_kv_heads=4"),
         ({"head_dim": 33}, "head_dim=33 must be even"),
-        ({"n_layers": 0}, "n_layers must be positive, got 0"),
+        ({"n_layers": 0}, "n_layers must be positive and below .*, got 0"),
+        ({"dim": 192.0}, "dim must be a whole number, got 192.0"),
+        ({"dim": 2**62}, "dim must be positive and below"),
     ],
 )
 def test_contradictory_configs_are_refused(change, message):

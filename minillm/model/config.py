@@ -44,8 +44,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+            if name not in ("rope_theta", "norm_eps") and not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+            if not 0 < value < 2**40:
+                raise ValueError(f"{name} must be positive and below 2**40, got {value}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
         if self.head_dim % 2:

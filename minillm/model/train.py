@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -192,9 +192,12 @@ class Trainer:
         """Go on from the state in `folder`. Raises ValueError if it belongs to other settings or another shape."""
         if not self._state_file.is_file():
             raise ValueError(f"nothing to resume: {self._state_file} does not exist")
-        with safe_open(self._state_file, framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        try:
+            with safe_open(self._state_file, framework="pt") as file:
+                metadata = {"settings": "{}", "step": "0"} | (file.metadata() or {})
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise ValueError(f"{self._state_file} is damaged: {error}") from None
         ours = json.loads(json.dumps(asdict(self.settings)))
         theirs = json.loads(metadata["settings"])
         if differing := [f"{key}={theirs.get(key)} (now {ours[key]})" for key in ours if theirs.get(key) != ours[key]]:
@@ -221,6 +224,11 @@ def train(
     `held_out` is the share of the text kept for judging. Returns the path of the bfloat16 checkpoint in `folder`.
     Raises ValueError or OSError for a corpus that cannot be read or used, or a state that does not fit.
     """
+    if settings.steps < 1:
+        raise ValueError(f"steps must be at least 1, got {settings.steps}")
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out must lie between 0 and 1, got {held_out}")
+    folder.mkdir(parents=True, exist_ok=True)
     train_ids, held_out_ids = split_corpus(corpus.read_text("utf-8"), held_out)
     trainer = Trainer(config, settings, train_ids, held_out_ids, folder)
     if resume:
