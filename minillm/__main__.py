@@ -77,16 +77,16 @@ def use_threads(n: int) -> None:
 
 def run_tour_command(args: argparse.Namespace) -> int:
     """Run every stage, print the table, write figures/tour.png; 1 if a lossless stage changed the tokens."""
+    if args.prompt_tokens < 1:
+        raise ValueError(f"--prompt-tokens must be at least 1, got {args.prompt_tokens}")
+    if args.max_new_tokens < 2:
+        raise ValueError(f"the tour measures the time between tokens: it needs 2 new ones, got {args.max_new_tokens}")
     use_threads(args.threads)
     model, tokenizer = minillm.load(args.model, args.device, DTYPES[args.dtype])
     prompt_ids = tokenizer.encode(minillm.held_out_text()[0])[: args.prompt_tokens]
     where = environment(model.device, model.dtype)
     task = f"{len(prompt_ids)} prompt tokens, {args.max_new_tokens} new ones, greedy"
     print(f"{args.model} on {where}\n{task}\n")
-    if args.prompt_tokens < 1:
-        raise ValueError(f"--prompt-tokens must be at least 1, got {args.prompt_tokens}")
-    if args.max_new_tokens < 2:
-        raise ValueError(f"the tour measures the time between tokens: it needs 2 new ones, got {args.max_new_tokens}")
     results = run_tour(model, prompt_ids, args.max_new_tokens)
     print(table(results, model, prompt_ids))
     paths = [plots.save(figure(results, f"{task}; {where}"), "tour"), plots.save(pool_figure(results), "tour_pool")]

@@ -5,20 +5,20 @@ from torch import Tensor
 
 
 def pick_device(device: torch.device | str | None = None) -> torch.device:
-    """The device asked for; None means the best one present: an NVIDIA GPU if there is one, else the CPU.
+    """The device asked for; None means the best one present: an NVIDIA GPU if there is one, else the CPU. The exact one
+    is returned, "cuda:0" where "cuda" was asked for, so that it can be compared with a tensor's.
 
     Raises ValueError for a device that does not exist here.
     """
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(device)
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("only cpu and cuda are supported")
-        torch.empty(0, device=device)
+        return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def use_kernels(q: Tensor, value_dim: int, block_size: int = 1) -> bool:

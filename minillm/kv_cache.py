@@ -107,8 +107,7 @@ class KVCache:
         self.attention = attention
         self.length = 0
         self._reserved = 0  # slots length .. _reserved-1 may be written
-        # What the model must hand over; of the device the exact one, "cuda:0" where "cuda" was asked for.
-        self._dtype, self._device = dtype, torch.empty(0, device=device).device
+        self._dtype, self._device = dtype, device  # what the model must hand over
 
     @property
     def nbytes(self) -> int:

@@ -32,6 +32,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer, init_weights
 from minillm.naive_attention import NoCache, attention_scores, naive_attention, scaled_products
 from minillm.paged_cache import PagedKVCache, ragged
+from minillm.paged_cache.in_place import MOST_IN_PLACE
 from minillm.torch_attention import torch_attention
 
 
@@ -243,6 +244,13 @@ def test_the_paged_cache_gives_the_same_logits_through_the_kernels():
             sequence.advance(ids)
             expected = run(model, texts[i][: sequence.length], NoCache())[-len(ids) :]
             assert_close(logits[i], expected, f"sequence {i} of a step with counts {counts}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
+def test_the_cache_and_the_kernel_agree_on_how_many_new_tokens_are_few():
+    from kernels.paged_attention import MAX_COUNT
+
+    assert MOST_IN_PLACE == MAX_COUNT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")

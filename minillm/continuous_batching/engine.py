@@ -173,8 +173,7 @@ class Engine:
             if not self.running:
                 raise
             for sample in list(self.running):
-                sample.error = error
-                self._finish(sample, "error")
+                self._finish(sample, "error", error)
 
     def _prepare(self, plan: Plan) -> list[tuple[Sample, int]]:
         """Carry out preemptions and admissions. An admitted sample may need fewer tokens than planned: what others
@@ -219,17 +218,13 @@ class Engine:
                 if n < known:  # a slice of a prompt
                     sample.sequence.advance(sample.ids[sample.sequence.length :][:n])
                     continue
-                if not sample.token_ids:
-                    sample.sequence.advance(sample.ids[sample.sequence.length :])
+                new = self.decoding.accept(sample, rows[known - 1 :])
+                sample.sequence.advance(sample.ids[sample.sequence.length :] + new[:-1])
+                if not sample.token_ids:  # no guess was behind the prompt: the sequence holds it and nothing else
                     self._fork_siblings(sample, rows[known - 1 :])
-                    self._extend(sample, self.decoding.accept(sample, rows[known - 1 :]))
-                else:
-                    new = self.decoding.accept(sample, rows[known - 1 :])
-                    sample.sequence.advance(sample.ids[sample.sequence.length :] + new[:-1])
-                    self._extend(sample, new)
+                self._extend(sample, new)
             except Exception as error:  # a broken callback or broken logits end their own sample only
-                sample.error = error
-                self._finish(sample, "error")
+                self._finish(sample, "error", error)
 
     def _fork_siblings(self, sample: Sample, logits: Tensor) -> None:
         """The prompt has run for one sample: the others of its request begin where it is, sharing its blocks."""
@@ -241,8 +236,7 @@ class Engine:
             try:
                 self._extend(sibling, self.decoding.accept(sibling, logits))
             except Exception as error:
-                sibling.error = error
-                self._finish(sibling, "error")
+                self._finish(sibling, "error", error)
 
     def _extend(self, sample: Sample, new: list[int]) -> None:
         """Append tokens up to the one that ends the answer, and say so to whoever listens."""
@@ -263,8 +257,9 @@ class Engine:
             if sample.finish_reason:  # also if the callback cancelled it
                 return
 
-    def _finish(self, sample: Sample, reason: str) -> None:
+    def _finish(self, sample: Sample, reason: str, error: Exception | None = None) -> None:
         """Take a sample out, wherever it is, and give its blocks back."""
+        sample.error = error or sample.error
         if sample.finish_reason:
             return
         sample.finish_reason = reason

@@ -33,9 +33,15 @@ def attention_maps(model: Transformer, ids: Sequence[int]) -> dict[int, Tensor]:
     return cache.maps
 
 
+def letter(token: int) -> str:
+    """One character for a byte in a picture: itself, or ␣ for a space and for what cannot be shown."""
+    character = chr(token)
+    return character if character.isprintable() and character != " " else "␣"
+
+
 def draw_attention(ax: Axes, weights: Tensor, ids: Sequence[int], title: str) -> None:
     """One head's map `[n, n]`: row i shows how position i shares its attention out over positions 0..i."""
-    labels = [chr(i) if chr(i).isprintable() and i != 32 else "␣" for i in ids]
+    labels = [letter(i) for i in ids]
     hidden = np.triu(np.ones(weights.shape, dtype=bool), 1)
     image = ax.imshow(np.ma.array(weights.numpy(), mask=hidden), norm=PowerNorm(0.5, 0, 1))
     ax.figure.colorbar(image, ax=ax, shrink=0.6, ticks=[0, 0.1, 0.3, 0.6, 1], label="share of attention")

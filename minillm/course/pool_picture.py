@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from minillm.course.pictures import letter
 from minillm.measure import plots
 from minillm.paged_cache import PagedKVCache, PagedSequence
 
@@ -39,7 +40,7 @@ def draw_pool(
             ax.add_patch(Rectangle((x + i, y), 1, 1, **style))
             if holds:
                 ax.text(
-                    x + i + 0.5, y + 0.5, _letter(tokens[i]), ha="center", va="center", fontsize=8, family="monospace"
+                    x + i + 0.5, y + 0.5, letter(tokens[i]), ha="center", va="center", fontsize=8, family="monospace"
                 )
         shared = f" ({len(owners)} owners)" if len(owners) > 1 else ""
         state = ", ".join(owners) + shared if owners else ("kept" if kept else "free")
@@ -56,11 +57,6 @@ def _tokens(cache: PagedKVCache, block: int, owners: list[PagedSequence]) -> lis
     size = cache.block_size
     starts = [s.block_table.index(block) * size for s in owners]
     return max((s.token_ids[a : a + size] for s, a in zip(owners, starts, strict=True)), key=len)
-
-
-def _letter(token: int) -> str:
-    letter = chr(token)
-    return letter if letter.isprintable() and letter != " " else "␣"
 
 
 def pool_figure_size(cache: PagedKVCache, columns: int) -> tuple[float, float]:

@@ -8,7 +8,7 @@ clock: a profiler's own cost would fall on the small calls and overstate them by
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -55,8 +55,18 @@ def decode_times(
             whole = time.perf_counter() - start
             splits.append((whole, linear.seconds, attend.seconds, whole - linear.seconds - attend.seconds))
             cache.truncate(context - 1)
-    medians = [statistics.median(x) for x in zip(*splits[5:], strict=True)]
-    return dict(zip(("step", "linear layers", "attention", "rest"), medians, strict=True))
+    return medians(("step", "linear layers", "attention", "rest"), splits[5:])
+
+
+def medians(names: Sequence[str], splits: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The median of each part over many measured steps."""
+    return {name: statistics.median(x) for name, x in zip(names, zip(*splits, strict=True), strict=True)}
+
+
+def in_words(times: dict[str, float]) -> str:
+    """Milliseconds of each part, and its share of the first, the whole."""
+    whole = next(iter(times.values()))
+    return ", ".join(f"{name} {t * 1e3:.2f} ms ({t / whole:.0%})" for name, t in times.items())
 
 
 def main() -> None:
@@ -69,9 +79,7 @@ def main() -> None:
     model, _ = minillm.load("tiny", device="cpu")
     print(f"one decode step at context {args.context}, {environment()}")
     for attention in (naive_attention, torch_attention):
-        times = decode_times(model, args.context, attention=attention)
-        parts = [f"{name} {t * 1e3:.2f} ms ({t / times['step']:.0%})" for name, t in times.items()]
-        print(f"{attention.__name__:16} {', '.join(parts)}")
+        print(f"{attention.__name__:16} {in_words(decode_times(model, args.context, attention=attention))}")
 
 
 if __name__ == "__main__":

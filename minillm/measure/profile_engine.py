@@ -4,14 +4,13 @@ Scheduling is everything between two forward passes but the choice of tokens: th
 """
 
 import argparse
-import statistics
 
 import torch
 
 import minillm
 from minillm.continuous_batching import Engine, OneToken, Request, Scheduler
 from minillm.measure.metrics import environment
-from minillm.measure.profile_decode import Stopwatch
+from minillm.measure.profile_decode import Stopwatch, in_words, medians
 from minillm.paged_cache import PagedKVCache
 
 
@@ -34,8 +33,7 @@ def engine_times(model: torch.nn.Module, n_running: int, prompt: int, steps: int
         rest = step.seconds - forward.seconds - accept.seconds
         splits.append((step.seconds, forward.seconds, accept.seconds, rest))
     del model.forward
-    medians = [statistics.median(x) for x in zip(*splits, strict=True)]
-    return dict(zip(("step", "model", "choice of tokens", "scheduling"), medians, strict=True))
+    return medians(("step", "model", "choice of tokens", "scheduling"), splits)
 
 
 def main() -> None:
@@ -49,9 +47,7 @@ def main() -> None:
     model, _ = minillm.load("tiny", device="cpu")
     print(f"one step at context {args.prompt_tokens} and more, {environment()}")
     for n in args.running:
-        times = engine_times(model, n, args.prompt_tokens)
-        parts = [f"{name} {t * 1e3:.2f} ms ({t / times['step']:.0%})" for name, t in times.items()]
-        print(f"{n:3} running: {', '.join(parts)}")
+        print(f"{n:3} running: {in_words(engine_times(model, n, args.prompt_tokens))}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class PagedKVCache:
         heads, key_dim, value_dim = config.kv_shape
         self.keys = buffer(config.n_layers, n_slots, heads, key_dim, device, dtype)
         self.values = buffer(config.n_layers, n_slots, heads, value_dim, device, dtype)
-        self.dtype, self.device = dtype, torch.empty(0, device=device).device
+        self.dtype, self.device = dtype, device
 
     @property
     def num_free_blocks(self) -> int:
