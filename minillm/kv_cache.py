@@ -55,15 +55,22 @@ class PlainBuffer:
             return self._layers[layer][:, slots].transpose(0, 1)
         return self._layers[layer].index_select(1, slots).transpose(0, 1)
 
-    def read_blocks(self, layer: int, blocks: Tensor, block_size: int) -> Tensor:
-        """The rows `[len(blocks) * block_size, heads, dim]` of whole blocks of slots, in the order given: a copy.
+    def block_rows(self, blocks: Tensor, block_size: int) -> Tensor:
+        """Numbers `[heads · n]` by which `read_blocks` finds n blocks of slots, the same in every layer: a block is
+        one piece of memory for each head.
+        """
+        _, heads, n_slots, _ = self.data.shape
+        firsts = torch.arange(0, heads * (n_slots // block_size), n_slots // block_size, device=blocks.device)
+        return (firsts[:, None] + blocks).flatten()
 
-        The same as `read` with every slot number, but a block's rows of one head are copied as one piece.
+    def read_blocks(self, layer: int, block_rows: Tensor, block_size: int) -> Tensor:
+        """The rows `[n * block_size, heads, dim]` of n whole blocks of slots, in the order given: a copy.
+
+        The same as `read` with every slot number, but piece by piece instead of row by row.
         """
         data = self._layers[layer]  # [heads, slots, dim]
         heads, _, dim = data.shape
-        rows = data.view(heads, -1, block_size * dim).index_select(1, blocks)
-        return rows.view(heads, -1, dim).transpose(0, 1)
+        return data.view(-1, block_size * dim).index_select(0, block_rows).view(heads, -1, dim).transpose(0, 1)
 
     def blocks(self, layer: int, block_size: int) -> Tensor:
         """A view `[n_slots / block_size, block_size, heads, dim]` of a layer, for kernels that read in place."""

@@ -56,7 +56,7 @@ def scaled_products(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     rows = q.view(n, n_kv_heads, groups, d).permute(1, 2, 0, 3).reshape(n_kv_heads, groups * n, d)
     # Rows are brought to elements of at most 1/d, so that |row·k| <= max|k|: no product overflows on its way. Their
     # size comes back as a factor, and only then can a score reach infinity, where it is clamped.
-    size = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True).clamp_(min=limits.tiny)  # [K, G·n, 1]
+    size = rows.abs().amax(-1, keepdim=True).clamp_(min=limits.tiny)  # [K, G·n, 1]
     products = torch.bmm((rows / size).div_(d), k.permute(1, 2, 0))  # [K, G·n, m]
     scores = products.mul_(size.mul_(d * scale).clamp_(max=limits.max)).clamp_(limits.min, limits.max)
     return scores.view(n_kv_heads, groups, n, m)

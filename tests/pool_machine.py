@@ -165,9 +165,9 @@ class PoolMachine(RuleBasedStateMachine):
         for sequence, tokens in self.alive:
             assert sequence.token_ids == tokens
             assert len(sequence.block_table) == self.cache.blocks_for(len(tokens)), "ceil(length / block_size) at rest"
-            blocks = torch.tensor(sequence.block_table, dtype=torch.int32)
+            size, blocks = self.cache.block_size, torch.tensor(sequence.block_table, dtype=torch.int32)
             for buffer in (self.cache.keys, self.cache.values):
-                rows = buffer.read_blocks(0, blocks, self.cache.block_size)[: len(tokens), 0]
+                rows = buffer.read_blocks(0, buffer.block_rows(blocks, size), size)[: len(tokens), 0]
                 expected = [row(tokens[: p + 1]) for p in range(len(tokens))]
                 assert rows.tolist() == expected, f"rows {rows.tolist()} of a sequence that wrote {expected}"
 

@@ -49,7 +49,9 @@ def check_engine(engine: Engine) -> None:
     check_pool(engine.cache, [s.sequence for s in engine.running])
     assert all(s.sequence is None for s in engine.waiting)
     assert len(engine.running) <= engine.scheduler.max_batch
-    order = [s.order() for s in engine.running + engine.waiting]
+    prompts = {s.submission for s in engine.running if not s.token_ids}
+    waiting = [s for s in engine.waiting if s.token_ids or s.submission not in prompts]  # the others keep a place
+    order = [s.order() for s in engine.running + waiting]
     assert order == sorted(order), "in order of arrival, running before waiting: nobody was overtaken"
 
 
@@ -167,6 +169,37 @@ def test_decoding_comes_first_and_prompts_share_the_rest_of_the_budget(small):
     assert plans[3] == [1, 1, 6]
     assert plans[4] == [1, 1, 6]
     assert plans[5] == [1, 1, 2, 1], "the rest of the prompt, and then the next"
+
+
+def test_a_sibling_that_waits_for_its_prompt_keeps_a_place_and_holds_nobody_up(small):
+    ran = []
+    engine = make_engine(small, scheduler=Scheduler(3, 8))
+    check = engine.on_step
+    engine.on_step = lambda e, plan: (check(e, plan), ran.append([s.order() for s, _ in plan.counts]))
+    engine.run([Request(list(range(12)), 3, n=2), Request([3], 3), Request([4], 3)])
+    assert ran[0] == [(1, 0)], "the budget ends inside the prompt"
+    assert ran[1] == [(1, 0), (2, 0)], "the third place is its sibling's, and the third request waits"
+    assert ran[2] == [(1, 0), (1, 1), (2, 0)]
+
+
+def test_guesses_take_only_what_nobody_wants(small):
+    class Eager(OneToken):
+        def propose(self, samples):
+            return [[0] * 5 for _ in samples]
+
+        def accept(self, sample, logits):
+            return super().accept(sample, logits[:1])
+
+    plans = []
+    engine = make_engine(small, scheduler=Scheduler(3, 8), decoding=Eager())
+    check = engine.on_step
+    engine.on_step = lambda e, plan: (check(e, plan), plans.append([n for _, n in plan.counts]))
+    requests = [Request([1, 2], 5), Request([3], 5), Request(list(range(10)), 2, arrival=2)]
+    assert [r.token_ids for r in engine.run(requests)] == [alone(small, r) for r in requests]
+    assert plans[:4] == [[2, 1], [6, 2], [1, 1, 6], [3, 1, 4]], "the oldest guesses first, prompts before guesses"
+    tight = make_engine(small, blocks=4, scheduler=Scheduler(2, 16), decoding=Eager())
+    results = tight.run([Request([1, 2, 3, 4], 4), Request([5, 6, 7, 8], 4)])
+    assert not sum(s.preemptions for r in results for s in r.samples), "guesses never preempt"
 
 
 def test_the_oldest_is_never_preempted_and_the_newest_is_first(small):
@@ -400,8 +433,8 @@ def test_right_guesses_change_no_answer_even_beside_forks(small):
     """Chapter 6's pieces in small: a decoding that knows what will come, for samples that share a prompt."""
 
     class Oracle(OneToken):
-        def propose(self, sample):
-            return alone(small, sample.request, sample.index)[len(sample.token_ids) :][:2]
+        def propose(self, samples):
+            return [alone(small, s.request, s.index)[len(s.token_ids) :][:2] for s in samples]
 
         def accept(self, sample, logits):
             new = []
@@ -466,14 +499,14 @@ def test_a_step_that_fails_loses_nothing(small):
     engine = make_engine(small)
     requests = [Request([i, 5, 6, 7, 8], 6) for i in range(3)]
     results = [engine.add(r) for r in requests]
-    attention, calls = engine.cache.attention, itertools.count()
+    write, calls = engine.cache.values.write, itertools.count()
 
     def failing(*arguments):
         if next(calls) in (3, 5, 9):
             raise RuntimeError("half way")
-        return attention(*arguments)
+        return write(*arguments)
 
-    engine.cache.attention = failing
+    engine.cache.values.write = failing
     failures = 0
     while engine.running or engine.waiting:
         try:

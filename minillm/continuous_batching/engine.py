@@ -22,14 +22,19 @@ from minillm.paged_cache import PagedKVCache
 class Decoding(Protocol):
     """What a step does with its logits, in two replaceable pieces (chapter 6 brings others)."""
 
-    def propose(self, sample: Sample) -> list[int]:
-        """Guesses to run behind the newest token of a sample that decodes."""
+    def propose(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Guesses to run behind the newest token of each of these samples, which all decode. Not all may run."""
         ...
 
     def accept(self, sample: Sample, logits: Tensor) -> list[int]:
-        """The tokens that follow, at least one, from the logits `[1 + guesses, vocab]` of the newest token and the
-        guesses. All but the last of them must equal the guesses: their keys and values are in the cache.
+        """The tokens that follow, at least one, from the logits `[1 + guesses, vocab]` of the newest token and of
+        `sample.drafts`, the guesses that ran. All but the last of them must equal the guesses: their keys and values
+        are in the cache.
         """
+        ...
+
+    def forget(self, sample: Sample) -> None:
+        """It has left, for good or to run again from its beginning: keep nothing for it."""
         ...
 
 
@@ -40,13 +45,16 @@ def _is_time(seconds: float) -> bool:
 class OneToken:
     """Plain decoding: no guess, one token."""
 
-    def propose(self, sample: Sample) -> list[int]:
-        """None."""
-        return []
+    def propose(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """None for anybody."""
+        return [[] for _ in samples]
 
     def accept(self, sample: Sample, logits: Tensor) -> list[int]:
         """The arg-max, or a draw for the position of the new token."""
         return [sample_token(logits[-1], sample.sampling, position=len(sample.ids))]
+
+    def forget(self, sample: Sample) -> None:
+        """Nothing is kept."""
 
 
 class Clock:
@@ -102,7 +110,7 @@ class Engine:
             raise ValueError(f"stop must be a sequence of strings, none empty, got {request.stop!r}")
         if not _is_time(request.arrival):
             raise ValueError(f"arrival must be finite and at least 0, got {request.arrival}")
-        worst = self.cache.blocks_for(len(prompt) + request.max_new_tokens)
+        worst = self.cache.blocks_for(len(prompt) + request.max_new_tokens - 1)  # the last token never runs
         if worst > self.cache.num_blocks:
             raise ValueError(
                 f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones may need {worst} blocks of "
@@ -143,10 +151,10 @@ class Engine:
 
     def step(self) -> None:
         """Schedule, run, accept. After an exception in the model every sample is as it was before the step."""
-        for sample in self.running:
-            sample.drafts = []  # only behind a token of the answer: where a prompt ends, samples are forked
-            if sample.decodes and sample.token_ids:
-                sample.drafts = self.decoding.propose(sample)
+        # Guesses come only behind a token of the answer: where a prompt ends, samples are forked.
+        decoding = [s for s in self.running if s.decodes and s.token_ids]
+        for sample, drafts in zip(decoding, self.decoding.propose(decoding), strict=True):
+            sample.drafts = drafts
         plan = self.scheduler.plan(self.running, self.waiting, self.cache)
         steps = self._prepare(plan)
         if steps:
@@ -184,6 +192,7 @@ class Engine:
             sample.sequence.free()
             sample.sequence, sample.drafts = None, []
             sample.preemptions += 1
+            self.decoding.forget(sample)
             insort(self.waiting, sample, key=Sample.order)
         steps = []
         for sample, n in plan.counts:
@@ -192,7 +201,9 @@ class Engine:
                 insort(self.running, sample, key=Sample.order)
                 sample.sequence = self.cache.sequence(sample.ids)
                 sample.started = self.clock.now() if sample.started is None else sample.started
-            steps.append((sample, min(n, len(sample.pending))))
+            known = min(n, len(sample.pending))
+            sample.drafts = sample.drafts[: n - known]
+            steps.append((sample, known + len(sample.drafts)))
         return steps
 
     @torch.inference_mode()
@@ -200,7 +211,7 @@ class Engine:
         """One forward pass: the logits `[n, vocab]` of each sample's tokens."""
         try:
             batch = self.cache.batch([(sample.sequence, n) for sample, n in steps])
-            tokens = [i for sample, n in steps for i in sample.pending[:n]]
+            tokens = [i for sample, n in steps for i in (sample.pending + sample.drafts)[:n]]
             logits = self.model(torch.tensor(tokens, device=self.model.device), batch.positions, batch)
         except BaseException:
             for sample, _ in steps:
@@ -269,4 +280,5 @@ class Engine:
         if sample.sequence:
             sample.sequence.free()
             sample.sequence = None
+        self.decoding.forget(sample)
         sample.stream.finish()

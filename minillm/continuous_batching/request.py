@@ -89,7 +89,7 @@ class Sample:
     ids: list[int]
     n_prompt: int  # how many of them were asked, not generated
     sequence: PagedSequence | None = None
-    drafts: list[int] = field(default_factory=list)  # guesses to run behind `ids` (chapter 6)
+    drafts: list[int] = field(default_factory=list)  # guesses that may run behind `ids` (chapter 6)
     token_times: list[float] = field(default_factory=list)
     started: float | None = None
     finish_reason: str | None = None
@@ -107,12 +107,12 @@ class Sample:
     @property
     def pending(self) -> list[int]:
         """Tokens that are known and have not run: all of them while it waits, one when it decodes."""
-        return self.ids[self.sequence.length if self.sequence else 0 :] + self.drafts
+        return self.ids[self.sequence.length if self.sequence else 0 :]
 
     @property
     def decodes(self) -> bool:
         """Whether everything but the newest token has run."""
-        return len(self.pending) == 1 + len(self.drafts)
+        return len(self.pending) == 1
 
     @property
     def token_ids(self) -> list[int]:

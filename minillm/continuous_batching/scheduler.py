@@ -1,10 +1,12 @@
 """Who runs in the next step, and how many tokens of each: a decision, nothing else.
 
 The rules, in this order:
-1. Every running sample that decodes gets its token first (with its guesses, chapter 6).
+1. Every running sample that decodes gets one token.
 2. What is left of the token budget goes to prompts, the oldest first, in slices.
 3. Samples wait in order of arrival. The first enters if a place, budget and blocks for all its known tokens are free.
+   A sibling of a sample that still runs their prompt keeps a place: it will be forked, and others go on meanwhile.
 4. If blocks run out, the newest running sample gives all of its back and waits in front of the queue again.
+5. Budget and blocks that nobody wants go to guesses (chapter 6), the oldest sample first.
 
 So nobody starves. The oldest unfinished sample is never preempted and advances in every step: by a token if it
 decodes, else by a slice of at least C = token_budget - max_batch + 1 tokens. Hence, numbered in order of arrival,
@@ -85,24 +87,39 @@ class Scheduler:
                 room.free -= room.needed(sample, wanted[sample])
         plan.counts = [(s, wanted[s]) for s in kept if wanted[s]]
         if not plan.preempt:
-            self._admit(plan, kept, waiting, budget, room)
+            budget -= self._admit(plan, kept, waiting, budget, room)
+        self._add_guesses(plan, budget, room)
         return plan
 
-    def _admit(self, plan: Plan, kept: Sequence[Sample], waiting: Sequence[Sample], budget: int, room: "_Room") -> None:
-        if self.whole_groups and kept:
-            return
-        n_running = len(kept)
+    def _admit(self, plan: Plan, kept: Sequence[Sample], waiting: Sequence[Sample], budget: int, room: _Room) -> int:
+        """Put those who enter into the plan; the tokens they take of the budget."""
+        left, places = budget, self.max_batch - len(kept)
         prompts = {s.submission for s in kept if not s.token_ids}  # still running their prompt
-        for sample in waiting:
-            blocks = room.pool.blocks_for(len(sample.ids) + 1)
-            if n_running >= self.max_batch or blocks > room.free or (budget < 1 and not self.whole_groups):
+        for sample in waiting if not (self.whole_groups and kept) else ():
+            if places < 1:
+                break
+            if sample.submission in prompts and not sample.token_ids:
+                places -= 1
+                continue
+            blocks = room.pool.blocks_for(len(sample.ids))
+            if blocks > room.free or (left < 1 and not self.whole_groups):
                 break  # nobody overtakes
-            if sample.submission in prompts:
-                break  # it need not run the prompt that a sample of the same request runs: it will be forked from it
-            n = min(budget, len(sample.pending))
+            n = min(left, len(sample.pending))
             plan.counts.append((sample, n))
-            prompts.add(sample.submission)
-            n_running, budget, room.free = n_running + 1, budget - n, room.free - blocks
+            if not sample.token_ids:
+                prompts.add(sample.submission)
+            places, left, room.free = places - 1, left - n, room.free - blocks
+        return budget - left
+
+    def _add_guesses(self, plan: Plan, budget: int, room: _Room) -> None:
+        """Guesses take nobody's place: they never preempt, and never make a prompt wait."""
+        for i, (sample, n) in enumerate(plan.counts):
+            guesses = min(budget, len(sample.drafts))
+            while guesses and (more := room.needed(sample, n + guesses) - room.needed(sample, n)) > room.free:
+                guesses -= 1
+            if guesses:
+                plan.counts[i] = (sample, n + guesses)
+                budget, room.free = budget - guesses, room.free - more
 
 
 class StaticScheduler(Scheduler):

@@ -135,7 +135,7 @@ class PagedStep:
         # Here, between reserve and advance, a table has ceil((length + n) / block_size) blocks, `length` without the
         # n tokens being run. Before reserve and after advance it is ceil(length / block_size).
         assert all(len(table) == cache.blocks_for(length + n) for table, length, n in tables)
-        self.step = RaggedStep.of(tables, cache.block_size, cache.device)
+        self.step = RaggedStep.of(tables, cache.block_size, cache.keys, cache.device)
         self.positions = self.step.positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
