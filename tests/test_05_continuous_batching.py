@@ -599,6 +599,10 @@ def test_traces_are_skewed_and_arrivals_have_their_rate():
     trace = skewed(400, seed=1)
     outputs = sorted(r.output for r in trace)
     assert outputs[len(outputs) // 2] * 8 < outputs[-1], "most answers are short, some are long"
+    assert all(sum(r.output == 256 for r in trace[i : i + 16]) == 1 for i in range(0, 400, 16))
+    anywhere = skewed(400, seed=1, spread=False)
+    assert sum(r.output == 256 for r in anywhere) == 25
+    assert not all(any(r.output == 256 for r in anywhere[i : i + 16]) for i in range(0, 400, 16))
     times = poisson_arrivals(4000, rate=5.0, seed=2)
     assert times == sorted(times)
     assert times[-1] / 4000 == pytest.approx(1 / 5.0, rel=0.05)

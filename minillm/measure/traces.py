@@ -42,14 +42,16 @@ def sharegpt_like(n: int, seed: int = 0, longest: int = 2048) -> list[RequestLen
     return [RequestLengths(int(p), int(o)) for p, o in zip(prompt, output, strict=True)]
 
 
-def skewed(n: int, seed: int = 0, longest: int = 256) -> list[RequestLengths]:
+def skewed(n: int, seed: int = 0, longest: int = 256, spread: bool = True) -> list[RequestLengths]:
     """n requests of which one in sixteen has an answer of `longest` tokens and the others of 2 to 8; prompts of 8 to
-    24. Where long answers stand among the short ones is decided by the seed.
+    24. Of every sixteen in a row one is long, if `spread`; else the long ones stand anywhere. The seed decides.
     """
     rng = np.random.default_rng(seed)
     prompts = rng.integers(8, 25, n)
     outputs = rng.integers(2, 9, n)
-    outputs[rng.permutation(n)[: -(-n // 16)]] = longest
+    starts = np.arange(0, n, 16)
+    long = starts + rng.integers(0, np.minimum(16, n - starts)) if spread else rng.permutation(n)[: len(starts)]
+    outputs[long] = longest
     return [RequestLengths(int(p), int(o)) for p, o in zip(prompts, outputs, strict=True)]
 
 
