@@ -65,8 +65,7 @@ def generate(
     cache = NoCache() if cache is None else cache
     prompt = [operator.index(i) for i in prompt_ids]
     check_request(model, prompt, max_new_tokens)
-    if cache.length >= len(prompt):
-        raise ValueError(f"the cache holds {cache.length} tokens, the prompt has {len(prompt)}: none is left to run")
+    check_prompt_is_new(prompt, cache)
     return generation_loop(model, prompt, max_new_tokens, cache, sampling, eos)
 
 
@@ -82,6 +81,14 @@ def check_request(model: Transformer, prompt_ids: Sequence[int], max_new_tokens:
     if len(prompt_ids) + max_new_tokens > config.max_seq_len:
         raise ValueError(
             f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones exceed max_seq_len={config.max_seq_len}"
+        )
+
+
+def check_prompt_is_new(prompt_ids: Sequence[int], cache: Cache) -> None:
+    """Raise ValueError for a cache that holds the whole prompt: its last token must run."""
+    if cache.length >= len(prompt_ids):
+        raise ValueError(
+            f"the cache holds {cache.length} tokens, the prompt has {len(prompt_ids)}: none is left to run"
         )
 
 
@@ -104,19 +111,24 @@ def generation_loop(
             return
 
 
-@torch.inference_mode()
 def run(model: Transformer, new: Sequence[int], cache: Cache) -> Tensor:
     """Run the tokens `new` behind what `cache` holds and commit them; their logits `[n, vocab]`.
 
     After any exception the cache is as it was before.
     """
+    logits = forward(model, new, cache)
+    cache.advance(new)
+    return logits
+
+
+@torch.inference_mode()
+def forward(model: Transformer, new: Sequence[int], cache: Cache) -> Tensor:
+    """Run `new` without committing them: to be followed by `advance` with those that count, or `truncate`."""
     start = cache.length
     try:
         cache.reserve(len(new))
         tokens = torch.tensor(new, device=model.device)
-        logits = model(tokens, torch.arange(start, start + len(new), device=model.device), cache)
+        return model(tokens, torch.arange(start, start + len(new), device=model.device), cache)
     except BaseException:
         cache.truncate(start)
         raise
-    cache.advance(new)
-    return logits

@@ -1,0 +1,80 @@
+"""What speculation should gain, from how often guesses are right and what they cost.
+
+Leviathan et al. 2023, sections 3.1 to 3.4. There a step of the target costs the same for one token and for γ + 1; on a
+CPU it does not, so `speed_up` also takes what it costs.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from minillm.generate import run
+from minillm.kv_cache import KVCache
+from minillm.model.sampling import SamplingParams, probabilities
+from minillm.model.transformer import Transformer
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens for each step of the target if every guess is right with probability alpha: 1 + α + ... + α^γ."""
+    return sum(alpha**i for i in range(gamma + 1))
+
+
+def speed_up(alpha: float, gamma: int, draft_cost: float, verify_cost: float = 1.0) -> float:
+    """How many times faster than plain decoding. A step of the draft costs `draft_cost`, the target's step over
+    γ + 1 tokens `verify_cost`, both in plain steps of the target.
+    """
+    return expected_tokens(alpha, gamma) / (gamma * draft_cost + verify_cost)
+
+
+def operations(alpha: float, gamma: int, draft_cost: float) -> float:
+    """Arithmetic for a token, in that of plain decoding; `draft_cost` is the draft's share of the target's for one."""
+    return (gamma * draft_cost + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def best_gamma(alpha: float, draft_cost: float, verify_costs: Sequence[float] | None = None, most: int = 16) -> int:
+    """The γ from 0 (do not speculate) on that gains most; `verify_costs[γ]` is the cost of a step over γ + 1 tokens."""
+    costs = [1.0] * (most + 1) if verify_costs is None else list(verify_costs)
+    return max(range(len(costs)), key=lambda gamma: speed_up(alpha, gamma, draft_cost, costs[gamma]))
+
+
+def break_even(draft_cost: float, verify_costs: Sequence[float]) -> float | None:
+    """The smallest α (in hundredths) at which some γ gains; None if none does. With verification for nothing it is
+    the draft's cost.
+    """
+    for hundredths in range(101):
+        gains = (speed_up(hundredths / 100, g, draft_cost, v) for g, v in enumerate(verify_costs) if g)
+        if max(gains) > 1.0:
+            return hundredths / 100
+    return None
+
+
+def overlap(
+    target: Transformer, draft: Transformer, ids: Sequence[int], sampling: SamplingParams, skip: int = 0
+) -> Tensor:
+    """Sum of min(p, q) at every position of a given text but the first `skip`: `[len(ids) - skip]`, float64.
+
+    Its mean is α: the probability that a guess is kept, with both models reading the same text (teacher forcing).
+    """
+    p, q = (
+        probabilities(run(m, ids, KVCache(m.config, len(ids), m.device, m.dtype)), sampling) for m in (target, draft)
+    )
+    return torch.minimum(p, q.to(p.device)).sum(-1)[skip:]
+
+
+def repeated_share(ids: Sequence[int], n: int = 4) -> float | None:
+    """Share of a text's n-grams that came before in it; None for a text without one."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else None
+
+
+def run_lengths(accepted: Sequence[int], gamma: int) -> list[int]:
+    """How many rounds kept 0, 1, ... gamma guesses."""
+    return [sum(a == k for a in accepted) for k in range(gamma + 1)]
+
+
+def predicted_run_lengths(alpha: float, gamma: int) -> list[float]:
+    """The share of rounds that keep 0, 1, ... gamma guesses, if every guess is right with probability alpha."""
+    reach = [alpha**k for k in range(gamma + 1)] + [0.0]
+    return [a - b for a, b in pairwise(reach)]

@@ -1,0 +1,176 @@
+"""Who guesses: a small model, or the text itself."""
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from minillm.generate import Cache, run
+from minillm.kv_cache import KVCache
+from minillm.model.sampling import SamplingParams, draw, probabilities, sample, uniform
+from minillm.model.transformer import Transformer
+from minillm.paged_cache import PagedKVCache, PagedSequence
+from minillm.speculative_decoding.acceptance import DRAFT, Guesses
+
+
+class Text(NamedTuple):
+    """A text that wants at most n guesses. `key` names it from call to call."""
+
+    key: Hashable
+    ids: Sequence[int]
+    n: int
+    sampling: SamplingParams | None = None
+
+
+class Draft(Protocol):
+    """Guesses how texts go on."""
+
+    vocab_size: int | None  # None: it guesses tokens of the text only
+
+    def propose(self, texts: Sequence[Text]) -> list[Guesses]:
+        """At most n guesses for each text; fewer, or none, is always right."""
+        ...
+
+    def forget(self, key: Hashable) -> None:
+        """This text does not come again: keep nothing for it."""
+        ...
+
+
+class NGrams:
+    """Prompt lookup: find the text's last few tokens earlier in the text, and guess what followed them there.
+
+    Looks for the last `longest` tokens, then for fewer, down to `shortest`, and takes the latest place. Costs no
+    model. Saxena 2023, "Prompt lookup decoding". Raises ValueError unless 1 <= shortest <= longest.
+    """
+
+    vocab_size = None
+
+    def __init__(self, longest: int = 8, shortest: int = 3) -> None:
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"n-grams need 1 <= shortest <= longest, got {shortest} and {longest}")
+        self.longest, self.shortest = longest, shortest
+
+    def propose(self, texts: Sequence[Text]) -> list[Guesses]:
+        """What followed the longest repetition, if there is one."""
+        return [Guesses(self._look_up(list(text.ids), text.n)) for text in texts]
+
+    def forget(self, key: Hashable) -> None:
+        """Nothing is kept."""
+
+    def _look_up(self, ids: list[int], n: int) -> list[int]:
+        text = "".join(map(chr, ids))  # a token is a character: Python's search for substrings is fast
+        for size in range(min(self.longest, len(ids) - 1), self.shortest - 1, -1):
+            found = text.rfind(text[-size:], 0, len(text) - 1)
+            if found >= 0:
+                return ids[found + size :][:n]
+        return []
+
+
+class _Held(NamedTuple):
+    cache: Cache
+    ids: list[int]  # the tokens in it
+
+
+class DraftModel:
+    """A small model that guesses with its own cache; sampled guesses are drawn from exactly the q they are judged by.
+
+    It runs what its cache does not hold of a text. So whatever the target refused is forgotten, and whatever the
+    target added (the bonus token, and the last guess, which the draft never ran itself) is caught up on.
+    Without a `pool` it serves one text at a time; with one, many in one batch, each with blocks of its own. A text
+    for which the pool has no room, or the model no context, gets no guesses.
+    """
+
+    def __init__(self, model: Transformer, pool: PagedKVCache | None = None) -> None:
+        self.model, self.pool = model, pool
+        self.vocab_size = model.config.vocab_size
+        self._held: dict[Hashable, _Held] = {}
+
+    def propose(self, texts: Sequence[Text]) -> list[Guesses]:
+        """At most n guesses for each text, in n steps over all texts. Raises ValueError for several without a pool."""
+        if self.pool is None and len(texts) > 1:
+            raise ValueError(f"{len(texts)} texts at once need a DraftModel with a pool")
+        counts = self._counts(texts)
+        held = {t.key: self._fit(t) for t in texts if counts[t.key]}
+        new = {t.key: list(t.ids[len(held[t.key].ids) :]) for t in texts if counts[t.key]}
+        ids: dict[Hashable, list[int]] = {t.key: [] for t in texts}
+        q: dict[Hashable, list[Tensor]] = {t.key: [] for t in texts}
+        for step in range(max(counts.values(), default=0)):
+            active = [t for t in texts if counts[t.key] > step]
+            rows = self._run([(held[t.key], new[t.key]) for t in active])
+            for text, logits in zip(active, rows, strict=True):
+                token, p = _guess(logits, text.sampling, len(text.ids) + step)
+                ids[text.key].append(token)
+                q[text.key] += [] if p is None else [p]
+                new[text.key] = [token]
+        return [Guesses(ids[t.key], torch.stack(q[t.key]) if q[t.key] else None) for t in texts]
+
+    def forget(self, key: Hashable) -> None:
+        """Give its blocks back."""
+        held = self._held.pop(key, None)
+        if held and self.pool:
+            held.cache.free()
+
+    def _counts(self, texts: Sequence[Text]) -> dict[Hashable, int]:
+        """How many guesses each text can get: the context and the pool may not allow n."""
+        counts, free = {}, self.pool.num_free_blocks if self.pool else 0
+        for text in texts:
+            # The last guess is not run, so it needs no place.
+            n = max(0, min(text.n, self.model.config.max_seq_len - len(text.ids) + 1))
+            if n and self.pool:
+                own = len(self._held[text.key].cache.block_table) if text.key in self._held else 0
+                needed = self.pool.blocks_for(len(text.ids) + n - 1) - own + 1  # one may have to be copied
+                n, free = (n, free - max(0, needed)) if needed <= free else (0, free)
+            counts[text.key] = n
+        return counts
+
+    def _fit(self, text: Text) -> _Held:
+        """A cache with the longest beginning of the text that is already there; its last token is left to run."""
+        if text.key not in self._held and self.pool is None:
+            self._held = {text.key: _Held(self._new_cache(), [])}
+        elif text.key not in self._held:
+            sequence = self.pool.sequence(text.ids)
+            self._held[text.key] = _Held(sequence, list(sequence.token_ids))
+        cache, ids = self._held[text.key]
+        keep = min(len(ids), len(text.ids) - 1)
+        while ids[:keep] != list(text.ids[:keep]):
+            keep -= 1
+        cache.truncate(keep)
+        del ids[keep:]
+        return self._held[text.key]
+
+    def _new_cache(self) -> KVCache:
+        config = self.model.config
+        return KVCache(config, config.max_seq_len, self.model.device, self.model.dtype)
+
+    @torch.inference_mode()
+    def _run(self, steps: list[tuple[_Held, list[int]]]) -> Tensor:
+        """Run and commit new tokens of each text; the logits `[texts, vocab]` behind the last of each."""
+        if len(steps) == 1:
+            [(held, new)] = steps
+            last = run(self.model, new, held.cache)[-1:]
+        else:
+            sequences: list[PagedSequence] = [held.cache for held, _ in steps]
+            batch = self.pool.batch([(s, len(new)) for s, (_, new) in zip(sequences, steps, strict=True)])
+            tokens = torch.tensor([i for _, new in steps for i in new], device=self.model.device)
+            try:
+                logits = self.model(tokens, batch.positions, batch)
+            except BaseException:
+                for sequence in sequences:
+                    sequence.truncate(sequence.length)
+                raise
+            for sequence, (_, new) in zip(sequences, steps, strict=True):
+                sequence.advance(new)
+            ends = torch.tensor([len(new) for _, new in steps], device=self.model.device).cumsum(0)
+            last = logits[ends - 1]
+        for held, new in steps:
+            held.ids.extend(new)
+        return last
+
+
+def _guess(logits: Tensor, sampling: SamplingParams | None, position: int) -> tuple[int, Tensor | None]:
+    """A token, and the distribution it was drawn from; None if it is the arg-max."""
+    if sampling is None or sampling.is_greedy:
+        return sample(logits, sampling, position), None
+    q = probabilities(logits, sampling)
+    return draw(q, uniform(sampling.seed, position, DRAFT)), q
