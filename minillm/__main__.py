@@ -11,7 +11,7 @@ import torch
 
 import minillm
 from minillm.course.chapters import CHAPTERS
-from minillm.course.tour import disagreement, figure, pool_figure, run_tour, table
+from minillm.course.tour import disagreement, figure, header, pool_figure, row, run_tour
 from minillm.generate import check_request
 from minillm.measure import plots
 from minillm.measure.metrics import environment, record
@@ -86,9 +86,12 @@ def run_tour_command(args: argparse.Namespace) -> int:
     prompt_ids = tokenizer.encode(minillm.held_out_text()[0])[: args.prompt_tokens]
     where = environment(model.device, model.dtype)
     task = f"{len(prompt_ids)} prompt tokens, {args.max_new_tokens} new ones, greedy"
-    print(f"{args.model} on {where}\n{task}\n")
-    results = run_tour(model, prompt_ids, args.max_new_tokens)
-    print(table(results, model, prompt_ids))
+    stages = run_tour(model, prompt_ids, args.max_new_tokens)
+    print(f"{args.model} on {where}\n{task}\n\n{header()}", flush=True)
+    results = []
+    for result in stages:
+        print(row(result, results, model, prompt_ids), flush=True)
+        results.append(result)
     paths = [plots.save(figure(results, f"{task}; {where}"), "tour"), plots.save(pool_figure(results), "tour_pool")]
     print(f"\n{tokenizer.decode(results[0].token_ids)!r}\n\nwrote {' and '.join(map(str, paths))}")
     lossless = [r for r in results if r.chapter.lossless]
@@ -107,7 +110,7 @@ def run_generate(args: argparse.Namespace) -> int:
     check_request(model, prompt_ids, args.max_new_tokens)  # before memory is reserved for it
     chapter = next(c for c in CHAPTERS if c.name == args.stage)
     cache = chapter.cache(model, len(prompt_ids) + args.max_new_tokens)
-    ids = minillm.generate(model, prompt_ids, args.max_new_tokens, cache, sampling, tokenizer.eos_id)
+    ids = chapter.generate(model, prompt_ids, args.max_new_tokens, cache, sampling, tokenizer.eos_id)
     print(args.prompt, end="", flush=True)
     _, times = record(stream_text(ids, tokenizer.eos_id), model.device)
     tpot = "-" if times.tpot is None else f"{times.tpot * 1e3:.2f} ms"

@@ -486,8 +486,9 @@ def test_the_formulas_give_the_published_table(alpha, gamma, factor, faster):
 def test_speculation_gains_exactly_if_guesses_are_right_more_often_than_they_cost():
     for alpha, cost in itertools.product((0.1, 0.3, 0.5, 0.9), (0.05, 0.2, 0.4, 0.95)):
         assert (best_gamma(alpha, cost) > 0) == (alpha > cost)
-    assert break_even(0.2, [1.0] * 9) == pytest.approx(0.2, abs=0.011)
-    assert break_even(0.2, [1.0, 2.0, 3.0]) is None, "where a step over n tokens costs n steps nothing is gained"
+    assert break_even(0.2, 1) == pytest.approx(0.2, abs=0.011)
+    assert break_even(0.0, 3, 2.0) == pytest.approx(0.55, abs=0.011), "1 + a + a^2 + a^3 = 2"
+    assert break_even(0.2, 2, 3.0) is None, "where a step over n tokens costs n steps nothing is gained"
     assert expected_tokens(1.0, 4) == 5
     assert expected_tokens(0.0, 4) == 1
 

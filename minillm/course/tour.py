@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from minillm.continuous_batching import Engine, Request, Result
 from minillm.course.chapters import BLOCK_SIZE, CHAPTERS, Chapter
 from minillm.course.pool_picture import draw_pool, pool_figure_size
-from minillm.generate import Cache, check_request, generate
+from minillm.generate import Cache, check_request
 from minillm.measure import plots
 from minillm.measure.metrics import Timeline, count_flops, record
 from minillm.model.transformer import Transformer
@@ -51,12 +51,14 @@ def run_stage(chapter: Chapter, model: Transformer, prompt_ids: Sequence[int], m
 
     def stream() -> tuple[Iterator[int], Cache]:
         cache = chapter.cache(model, len(prompt_ids) + max_new_tokens)
-        return generate(model, prompt_ids, max_new_tokens, cache), cache
+        return chapter.generate(model, prompt_ids, max_new_tokens, cache), cache
 
     warm_up, flops = count_flops(lambda: list(stream()[0]))
     ids, cache = stream()
     token_ids, timeline = record(ids, model.device)
-    return StageResult(chapter, token_ids, timeline, cache, flops / len(warm_up), timeline.tokens_per_second)
+    return StageResult(
+        chapter, token_ids, timeline, cache, flops / len(warm_up), timeline.tokens_per_second, chapter.note
+    )
 
 
 def run_batch_stage(
@@ -82,10 +84,12 @@ def run_batch_stage(
     )
 
 
-def run_tour(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> list[StageResult]:
-    """Every chapter's stage in order. Raises ValueError for a prompt that the model cannot serve."""
+def run_tour(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> Iterator[StageResult]:
+    """Every chapter's stage in order, one when it is asked for. Raises ValueError at the call for a prompt that the
+    model cannot serve.
+    """
     check_request(model, prompt_ids, max_new_tokens)
-    return [run_stage(chapter, model, prompt_ids, max_new_tokens) for chapter in CHAPTERS]
+    return (run_stage(chapter, model, prompt_ids, max_new_tokens) for chapter in CHAPTERS)
 
 
 def disagreement(
@@ -102,24 +106,28 @@ def disagreement(
     return None if float(best[0] - best[1]) < NEAR_TIE else first
 
 
-def table(results: Sequence[StageResult], model: Transformer, prompt_ids: Sequence[int]) -> str:
-    """The results as text, one line a stage; the last column says whether the tokens are those of chapter 1."""
-    columns = f"{'TTFT':>9} {'TPOT':>10} {'tokens/s':>9} {'KV memory':>11} {'FLOPs/token':>12} {'gain':>7}"
-    header = f"{'stage':24} {columns}  tokens"
-    lines = [header, "-" * len(header)]
-    previous = None
-    for r in results:
-        t = r.timeline
-        wrong = disagreement(model, prompt_ids, results[0].token_ids, r.token_ids)
-        verdict = "as stage 1" if wrong is None else f"differ at {wrong}"
-        gain = f"{r.tokens_per_second / previous:.2f}x" if previous else "-"
-        lines.append(
-            f"{r.chapter.number} {r.chapter.title:22} {t.ttft * 1e3:6.1f} ms {t.tpot * 1e3:7.2f} ms "
-            f"{r.tokens_per_second:9.1f} {r.kv_bytes / 2**20:7.2f} MiB {r.flops_per_token / 1e6:9.1f} M {gain:>7}  "
-            f"{verdict if r.chapter.lossless else 'lossy'}{', ' if r.note else ''}{r.note}"
-        )
-        previous = r.tokens_per_second
-    return "\n".join(lines)
+def header() -> str:
+    """The first two lines of the table."""
+    columns = f"{'TTFT':>9} {'TPOT':>10} {'tokens/s':>9} {'KV memory':>11} {'FLOPs/token':>12} {'gain':>12}"
+    line = f"{'stage':24} {columns}  tokens"
+    return f"{line}\n{'-' * len(line)}"
+
+
+def row(r: StageResult, earlier: Sequence[StageResult], model: Transformer, prompt_ids: Sequence[int]) -> str:
+    """One stage as a line of the table; its last column says whether the tokens are those of chapter 1."""
+    t = r.timeline
+    first = earlier[0] if earlier else r
+    wrong = disagreement(model, prompt_ids, first.token_ids, r.token_ids)
+    verdict = "as stage 1" if wrong is None else f"differ at {wrong}"
+    gain = "-"
+    if earlier:
+        base = next((e for e in earlier if e.chapter.number == r.chapter.builds_on), earlier[-1])
+        gain = f"{r.tokens_per_second / base.tokens_per_second:.2f}x over {base.chapter.number}"
+    return (
+        f"{r.chapter.number} {r.chapter.title:22} {t.ttft * 1e3:6.1f} ms {t.tpot * 1e3:7.2f} ms "
+        f"{r.tokens_per_second:9.1f} {r.kv_bytes / 2**20:7.2f} MiB {r.flops_per_token / 1e6:9.1f} M {gain:>12}  "
+        f"{verdict if r.chapter.lossless else 'lossy'}{', ' if r.note else ''}{r.note}"
+    )
 
 
 def pool_figure(results: Sequence[StageResult]) -> Figure:
@@ -133,14 +141,14 @@ def pool_figure(results: Sequence[StageResult]) -> Figure:
 
 
 def figure(results: Sequence[StageResult], subtitle: str) -> Figure:
-    """Time per token and KV memory of every stage, as bars with their numbers."""
+    """Tokens per second and KV memory of every stage, as bars with their numbers."""
     plots.use_style()
-    names = [f"{r.chapter.number} {r.chapter.title}" for r in results]
+    names = [f"{r.chapter.number} {r.chapter.title}{f' ({r.note})' if r.note else ''}" for r in results]
     colors = [plots.COLORS[r.chapter.name] for r in results]
     fig, (left, right) = plt.subplots(1, 2, figsize=(9, 1.6 + 0.4 * len(results)), sharey=True)
-    left.barh(names, [r.timeline.tpot * 1e3 for r in results], color=colors, height=0.6)
-    left.bar_label(left.containers[0], fmt="%.2f", padding=3, fontsize=9)
-    left.set(xlabel="TPOT (ms per token)", title="Time per output token")
+    left.barh(names, [r.tokens_per_second for r in results], color=colors, height=0.6)
+    left.bar_label(left.containers[0], fmt="%.0f", padding=3, fontsize=9)
+    left.set(xlabel="tokens per second", title="Throughput, prompt included")
     right.barh(names, [r.kv_bytes / 2**20 for r in results], color=colors, height=0.6)
     right.bar_label(right.containers[0], fmt="%.2f", padding=3, fontsize=9)
     right.set(xlabel="KV memory (MiB)", title="Memory reserved for keys and values")

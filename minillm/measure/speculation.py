@@ -39,15 +39,12 @@ def best_gamma(alpha: float, draft_cost: float, verify_costs: Sequence[float] | 
     return max(range(len(costs)), key=lambda gamma: speed_up(alpha, gamma, draft_cost, costs[gamma]))
 
 
-def break_even(draft_cost: float, verify_costs: Sequence[float]) -> float | None:
-    """The smallest α (in hundredths) at which some γ gains; None if none does. With verification for nothing it is
+def break_even(draft_cost: float, gamma: int, verify_cost: float = 1.0) -> float | None:
+    """The smallest α, in hundredths, at which γ guesses gain; None if none does. γ = 1 with verification for nothing:
     the draft's cost.
     """
-    for hundredths in range(101):
-        gains = (speed_up(hundredths / 100, g, draft_cost, v) for g, v in enumerate(verify_costs) if g)
-        if max(gains) > 1.0:
-            return hundredths / 100
-    return None
+    hundredths = range(1, 101)
+    return next((a / 100 for a in hundredths if speed_up(a / 100, gamma, draft_cost, verify_cost) > 1.0), None)
 
 
 def overlap(

@@ -7,7 +7,6 @@ Nucleus sampling: Holtzman et al. 2020, "The curious case of neural text degener
 """
 
 import hashlib
-import math
 from dataclasses import dataclass
 
 import torch
@@ -94,8 +93,15 @@ def sample(logits: Tensor, params: SamplingParams | None, position: int) -> int:
     Greedy when params is None: the arg-max, the lowest id among equals. Waits for the device (one number comes back).
     """
     if params is None or params.is_greedy:
-        token = int(logits.argmax())
-        if not math.isfinite(logits[token]):  # of NaN and numbers the arg-max is NaN
-            raise ValueError("the largest logit of a row is not a finite number: the model is broken")
-        return token
+        return best_tokens(logits[None])[0]
     return draw(probabilities(logits, params), uniform(params.seed, position))
+
+
+def best_tokens(logits: Tensor) -> list[int]:
+    """The arg-max of every row of logits `[n, vocab]`, the lowest id among equals. Raises ValueError as
+    `probabilities` does.
+    """
+    values, ids = logits.max(-1)  # of NaN and numbers the maximum is NaN
+    if not values.isfinite().all():
+        raise ValueError("the largest logit of a row is not a finite number: the model is broken")
+    return ids.tolist()

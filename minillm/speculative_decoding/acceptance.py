@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minillm.model.sampling import SamplingParams, draw, probabilities, sample, uniform
+from minillm.model.sampling import SamplingParams, best_tokens, draw, probabilities, uniform
 
 # Streams of uniforms for one position. A token that is not guessed, or replaces a guess, takes stream 0, as in plain
 # sampling; so without guesses the text is that of plain sampling.
@@ -50,12 +50,9 @@ def accept(logits: Tensor, guesses: Guesses, sampling: SamplingParams | None, po
 
 def _accept_greedy(logits: Tensor, guesses: list[int]) -> list[int]:
     """Keep guesses as long as they are what greedy decoding gives."""
-    new = []
-    for row, guess in zip(logits, [*guesses, None], strict=True):
-        new.append(sample(row, None, position=0))
-        if new[-1] != guess:
-            break
-    return new
+    best = best_tokens(logits)
+    kept = next((i for i, guess in enumerate(guesses) if guess != best[i]), len(guesses))
+    return best[: kept + 1]
 
 
 def accept_sampled(p: Tensor, guesses: Guesses, u: Callable[[int, int], float]) -> list[int]:

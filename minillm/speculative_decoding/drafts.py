@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minillm.generate import Cache, run
 from minillm.kv_cache import KVCache
-from minillm.model.sampling import SamplingParams, draw, probabilities, sample, uniform
+from minillm.model.sampling import SamplingParams, best_tokens, draw, probabilities, uniform
 from minillm.model.transformer import Transformer
 from minillm.paged_cache import PagedKVCache, PagedSequence
 from minillm.speculative_decoding.acceptance import DRAFT, Guesses
@@ -98,10 +98,12 @@ class DraftModel:
         for step in range(max(counts.values(), default=0)):
             active = [t for t in texts if counts[t.key] > step]
             rows = self._run([(held[t.key], new[t.key]) for t in active])
-            for text, logits in zip(active, rows, strict=True):
-                token, p = _guess(logits, text.sampling, len(text.ids) + step)
+            for text, logits, best in zip(active, rows, best_tokens(rows), strict=True):
+                token = best
+                if text.sampling and not text.sampling.is_greedy:
+                    q[text.key].append(probabilities(logits, text.sampling))
+                    token = draw(q[text.key][-1], uniform(text.sampling.seed, len(text.ids) + step, DRAFT))
                 ids[text.key].append(token)
-                q[text.key] += [] if p is None else [p]
                 new[text.key] = [token]
         return [Guesses(ids[t.key], torch.stack(q[t.key]) if q[t.key] else None) for t in texts]
 
@@ -166,11 +168,3 @@ class DraftModel:
         for held, new in steps:
             held.ids.extend(new)
         return last
-
-
-def _guess(logits: Tensor, sampling: SamplingParams | None, position: int) -> tuple[int, Tensor | None]:
-    """A token, and the distribution it was drawn from; None if it is the arg-max."""
-    if sampling is None or sampling.is_greedy:
-        return sample(logits, sampling, position), None
-    q = probabilities(logits, sampling)
-    return draw(q, uniform(sampling.seed, position, DRAFT)), q
