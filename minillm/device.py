@@ -12,10 +12,9 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if str(device).split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is not supported: cpu or cuda")
     try:
-        device = torch.device(device)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are supported")
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None

@@ -96,7 +96,7 @@ def test_load_knows_the_shipped_models_and_names_them():
         minillm.load("huge")
     with pytest.raises(ValueError, match=r"floating-point type, got torch\.int8"):
         minillm.load("tiny", dtype=torch.int8)
-    with pytest.raises(ValueError, match="device 'nonsense' cannot be used here"):
+    with pytest.raises(ValueError, match="device 'nonsense' is not supported"):
         minillm.load("tiny", device="nonsense")
 
 

@@ -20,6 +20,14 @@ def test_generate_streams_the_prompt_its_continuation_and_the_times(capsys):
     assert re.search(r"12 tokens: TTFT [\d.]+ ms, TPOT [\d.]+ ms, [\d.]+ tokens/s", err)
 
 
+def test_every_stage_streams_the_same_greedy_text(capsys):
+    texts = set()
+    for stage in ("naive_attention", "kv_cache", "paged_cache", "flash_attention", "speculative_decoding"):
+        assert main(["generate", "The king", "--max-new-tokens", "10", "--temperature", "0", "--stage", stage]) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+
+
 def test_one_token_has_no_tpot(capsys):
     assert main(["generate", "Once", "--max-new-tokens", "1"]) == 0
     assert re.search(r"1 tokens: TTFT [\d.]+ ms, TPOT -,", capsys.readouterr().err)
@@ -44,19 +52,20 @@ def test_the_tour_prints_every_stage_and_writes_its_picture(capsys, tmp_path, mo
         (["generate", "a", "--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
         (["generate", "a", "--model", "nowhere"], "no model 'nowhere'"),
         (["generate", "a", "--threads", "0"], "--threads must be at least 1, got 0"),
-        (["generate", "a", "--device", "abacus"], "device 'abacus' cannot be used here"),
+        (["generate", "a", "--device", "abacus"], "device 'abacus' is not supported: cpu or cuda"),
         (["generate", "a\ud800"], "half of a surrogate pair at position 1"),
         (["tour", "--max-new-tokens", "1"], "it needs 2 new ones, got 1"),
         (["tour", "--prompt-tokens", "-5"], "--prompt-tokens must be at least 1, got -5"),
         (["generate", "a", "--max-new-tokens", "-5"], "max_new_tokens must be at least 1, got -5"),
         (["generate", "a", "--max-new-tokens", "1000000000", "--stage", "paged_cache"], "exceed max_seq_len=2048"),
-        (["generate", "a", "--device", "meta"], "device 'meta' cannot be used here: only cpu and cuda"),
+        (["generate", "a", "--device", "meta"], "device 'meta' is not supported: cpu or cuda"),
         (["train", "--corpus", "README.md", "--config", "tiny", "--steps", "0"], "steps must be at least 1, got 0"),
         (
             ["train", "--corpus", "README.md", "--config", "tiny", "--held-out", "nan"],
             "held_out must lie between 0 and 1",
         ),
         (["train", "--corpus", "nowhere.txt", "--config", "tiny"], "nowhere.txt"),
+        (["train", "--corpus", "figures/tour.png", "--config", "tiny"], "figures/tour.png is not UTF-8 text"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, message, capsys):

@@ -228,8 +228,12 @@ def train(
         raise ValueError(f"steps must be at least 1, got {settings.steps}")
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must lie between 0 and 1, got {held_out}")
+    try:
+        text = corpus.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{corpus} is not UTF-8 text: {error}") from None
+    train_ids, held_out_ids = split_corpus(text, held_out)
     folder.mkdir(parents=True, exist_ok=True)
-    train_ids, held_out_ids = split_corpus(corpus.read_text("utf-8"), held_out)
     trainer = Trainer(config, settings, train_ids, held_out_ids, folder)
     if resume:
         trainer.resume()
