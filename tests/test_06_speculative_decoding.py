@@ -370,10 +370,10 @@ def test_a_target_that_fails_leaves_the_cache_as_it_was(target):
     ("ids", "n", "guesses"),
     [
         ([1, 2, 3, 9, 1, 2, 3], 2, [9, 1]),
-        ([1, 2, 3, 9, 1, 2, 3], 9, [9, 1, 2, 3]),
+        ([1, 2, 3, 9, 1, 2, 3], 9, [9, 1, 2, 3, 9, 1, 2, 3, 9]),  # as if it went on repeating
         ([1, 2, 9, 1, 2, 8, 1, 2], 1, [8]),  # the latest place
         ([5, 1, 2, 9, 7, 1, 2, 8, 5, 1, 2], 1, [9]),  # the longest repetition first
-        ([7, 7, 7], 4, [7]),
+        ([7, 7, 7], 4, [7, 7, 7, 7]),
         ([1, 2, 3], 4, []),
         ([1], 4, []),
     ],

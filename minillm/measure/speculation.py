@@ -10,10 +10,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from minillm.generate import run
+from minillm.generate import forward, run
 from minillm.kv_cache import KVCache
+from minillm.measure.metrics import time_call
 from minillm.model.sampling import SamplingParams, probabilities
 from minillm.model.transformer import Transformer
+from minillm.paged_cache import PagedKVCache
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -58,6 +60,38 @@ def overlap(
         probabilities(run(m, ids, KVCache(m.config, len(ids), m.device, m.dtype)), sampling) for m in (target, draft)
     )
     return torch.minimum(p, q.to(p.device)).sum(-1)[skip:]
+
+
+def step_seconds(
+    model: Transformer, ids: Sequence[int], n_tokens: int, context: int, n_sequences: int = 1, repeats: int = 15
+) -> float:
+    """Seconds of a step, the fastest of `repeats`, over `n_tokens` of each of `n_sequences`, behind `context` tokens of `ids` each.
+
+    On a contiguous cache for one sequence, on a paged one for several.
+    """
+    beginning, more = list(ids[:context]), list(ids[context : context + n_tokens])
+    if n_sequences == 1:
+        cache = KVCache(model.config, context + n_tokens, model.device, model.dtype)
+        run(model, beginning, cache)
+
+        def step() -> None:
+            forward(model, more, cache)
+            cache.truncate(context)
+    else:
+        size = context + n_tokens
+        pool = PagedKVCache(model.config, n_sequences * -(-size // 16), 16, model.device, model.dtype)
+        sequences = [pool.sequence() for _ in range(n_sequences)]
+        for i, sequence in enumerate(sequences):
+            run(model, [(token + i) % model.config.vocab_size for token in beginning], sequence)
+
+        @torch.inference_mode()
+        def step() -> None:
+            batch = pool.batch([(sequence, n_tokens) for sequence in sequences])
+            model(torch.tensor(more * n_sequences, device=model.device), batch.positions, batch)
+            for sequence in sequences:
+                sequence.truncate(context)
+
+    return time_call(step, repeats, 3, model.device).low
 
 
 def repeated_share(ids: Sequence[int], n: int = 4) -> float | None:

@@ -7,7 +7,7 @@ more than a step for one, and each guess that the target agrees with saves a ste
 the guesses, because a guess x is kept with probability min(1, p(x) / q(x)) and otherwise replaced by a draw from what
 p has more than q.
 
-Read `acceptance` (the rule, eleven lines of it), `drafts` (who guesses: a small model, or the text itself), `loop`
+Read `acceptance` (the rule), `drafts` (who guesses: a small model, or the text itself), `loop`
 (one text on any cache), `batch` (the same in chapter 5's engine), in this order. There are no trees of guesses in it,
 and γ does not adapt.
 """

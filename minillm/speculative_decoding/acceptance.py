@@ -14,7 +14,8 @@ from torch import Tensor
 from minillm.model.sampling import SamplingParams, best_tokens, draw, probabilities, uniform
 
 # Streams of uniforms for one position. A token that is not guessed, or replaces a guess, takes stream 0, as in plain
-# sampling; so without guesses the text is that of plain sampling.
+# sampling; so without guesses the text is that of plain sampling. After a refusal the positions behind it are guessed
+# anew with the same uniforms: those had decided nothing yet, since the guesses there were never judged.
 OWN, DRAFT, ACCEPT = 0, 1, 2
 
 
@@ -60,7 +61,7 @@ def accept_sampled(p: Tensor, guesses: Guesses, u: Callable[[int, int], float]) 
     new = []
     for i, guess in enumerate(guesses.ids):
         q = None if guesses.probabilities is None else guesses.probabilities[i].to(p.device)
-        if u(i, ACCEPT) * (1.0 if q is None else float(q[guess])) >= float(p[i, guess]):
+        if u(i, ACCEPT) * (1.0 if q is None else float(q[guess])) >= float(p[i, guess]):  # u >= p/q
             return [*new, draw(residual(p[i], q, guess), u(i, OWN))]
         new.append(guess)
     return [*new, draw(p[-1], u(len(new), OWN))]

@@ -40,8 +40,9 @@ class Draft(Protocol):
 class NGrams:
     """Prompt lookup: find the text's last few tokens earlier in the text, and guess what followed them there.
 
-    Looks for the last `longest` tokens, then for fewer, down to `shortest`, and takes the latest place. Costs no
-    model. Saxena 2023, "Prompt lookup decoding". Raises ValueError unless 1 <= shortest <= longest.
+    Looks for the last `longest` tokens, then for fewer, down to `shortest`, and takes the latest place; where the end
+    is reached it goes on as if the repetition repeated. Needs no model. Saxena 2023, "Prompt lookup decoding". Raises
+    ValueError unless 1 <= shortest <= longest.
     """
 
     vocab_size = None
@@ -61,9 +62,10 @@ class NGrams:
     def _look_up(self, ids: list[int], n: int) -> list[int]:
         text = "".join(map(chr, ids))  # a token is a character: Python's search for substrings is fast
         for size in range(min(self.longest, len(ids) - 1), self.shortest - 1, -1):
-            found = text.rfind(text[-size:], 0, len(text) - 1)
+            found = text.rfind(text[-size:], 0, len(text) - 1)  # earlier than at the end
             if found >= 0:
-                return ids[found + size :][:n]
+                followed = ids[found + size :]
+                return [followed[i % len(followed)] for i in range(n)]
         return []
 
 
@@ -92,6 +94,7 @@ class DraftModel:
             raise ValueError(f"{len(texts)} texts at once need a DraftModel with a pool")
         counts = self._counts(texts)
         held = {t.key: self._fit(t) for t in texts if counts[t.key]}
+        # What runs in the first step: at least the last token, whose logits are the first guess's.
         new = {t.key: list(t.ids[len(held[t.key].ids) :]) for t in texts if counts[t.key]}
         ids: dict[Hashable, list[int]] = {t.key: [] for t in texts}
         q: dict[Hashable, list[Tensor]] = {t.key: [] for t in texts}
@@ -121,14 +124,15 @@ class DraftModel:
             n = max(0, min(text.n, self.model.config.max_seq_len - len(text.ids) + 1))
             if n and self.pool:
                 own = len(self._held[text.key].cache.block_table) if text.key in self._held else 0
-                needed = self.pool.blocks_for(len(text.ids) + n - 1) - own + 1  # one may have to be copied
+                # One more: a last block that others found by its prefix is copied before it is written.
+                needed = self.pool.blocks_for(len(text.ids) + n - 1) - own + 1
                 n, free = (n, free - max(0, needed)) if needed <= free else (0, free)
             counts[text.key] = n
         return counts
 
     def _fit(self, text: Text) -> _Held:
         """A cache with the longest beginning of the text that is already there; its last token is left to run."""
-        if text.key not in self._held and self.pool is None:
+        if text.key not in self._held and self.pool is None:  # one text at a time
             self._held = {text.key: _Held(self._new_cache(), [])}
         elif text.key not in self._held:
             sequence = self.pool.sequence(text.ids)

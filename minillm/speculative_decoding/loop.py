@@ -32,6 +32,7 @@ class Rounds(list[Round]):
         without a guess.
         """
         kept = sum(r.accepted for r in self)
+        # A round that ended with `eos` among its guesses refused none.
         refused = sum(r.accepted < len(r.guesses) and len(r.emitted) > r.accepted for r in self)
         return kept / (kept + refused) if kept + refused else None
 
@@ -132,7 +133,7 @@ def verify(
         raise
     if eos in new:
         new = new[: new.index(eos) + 1]
-    cache.advance(pending + new[:-1])
+    cache.advance(pending + new[:-1])  # the rows of refused guesses, behind these, are given back
     return new
 
 
