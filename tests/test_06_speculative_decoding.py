@@ -23,6 +23,7 @@ from minillm.measure.speculation import (
     repeated_share,
     run_lengths,
     speed_up,
+    step_seconds,
 )
 from minillm.model.sampling import SamplingParams, draw, probabilities, uniform
 from minillm.model.tokenizer import ByteTokenizer
@@ -110,6 +111,41 @@ def test_a_guess_the_target_never_makes_is_never_kept_and_a_certain_one_always()
         assert accept_sampled(p, Guesses([0]), lambda i, stream, u=u: u) == [1]
         assert accept_sampled(p, Guesses([1]), lambda i, stream, u=u: u) == [1, 1]
         assert accept_sampled(torch.stack([Q, Q]), Guesses([1], Q[None]), lambda i, s, u=u: u)[0] == 1, "p = q"
+
+
+def test_each_decision_takes_the_uniform_of_its_own_position():
+    asked = []
+
+    def u(i, stream):
+        asked.append((i, stream))
+        return 0.55
+
+    rows = torch.stack([P, P, P])
+    assert accept_sampled(rows, Guesses([1, 1], torch.stack([Q, Q])), u) == [1, 1, 1]
+    assert asked == [(0, ACCEPT), (1, ACCEPT), (2, OWN)], "two guesses and the bonus token"
+    asked.clear()
+    assert accept_sampled(rows, Guesses([1, 2], torch.stack([Q, P])), u) == [1, 2, 1]
+    assert accept_sampled(rows, Guesses([2, 1], torch.stack([Q * 0.9, Q])), lambda i, stream: 0.9) == [0]
+
+
+def test_where_p_equals_q_but_for_rounding_the_replacement_is_drawn_from_p():
+    assert residual(P, P, 1).tolist() == P.tolist()
+    assert residual(P, P + 1e-17, 1).tolist() == P.tolist()
+    one = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert residual(one, None, 1).tolist() == one.tolist()
+
+
+def test_without_guesses_a_sampled_text_is_that_of_plain_decoding(target):
+    class Silent(NGrams):
+        def propose(self, texts):
+            return [Guesses([]) for _ in texts]
+
+    sampling = SamplingParams(1.1, seed=5)
+    plain = list(generate(target, [1, 2, 3], 30, sampling=sampling))
+    assert list(speculative_generate(target, Silent(), [1, 2, 3], 30, sampling=sampling)) == plain
+    cache = PagedKVCache(target.config, 20, 4, "cpu", target.dtype)
+    engine = Engine(target, cache, decoding=Speculative(target, Silent()))
+    assert engine.run([Request([1, 2, 3], 30, sampling)])[0].token_ids == plain
 
 
 def test_rows_must_match_guesses_and_be_finite():
@@ -513,6 +549,20 @@ def test_overlap_is_one_for_equal_models_and_less_for_others(target):
     other = overlap(target, near(target), ids, sampling, skip=10)
     assert len(other) == 20
     assert 0.3 < float(other.mean()) < 0.999
+
+
+@pytest.mark.parametrize("n_sequences", [1, 3])
+def test_a_timed_step_runs_what_it_says(target, n_sequences):
+    counts = []
+    forward = target.forward
+    try:
+        target.forward = lambda tokens, *rest: (counts.append(len(tokens)), forward(tokens, *rest))[1]
+        assert step_seconds(target, list(range(40)), 4, 20, n_sequences, repeats=2) > 0
+    finally:
+        del target.forward
+    assert counts == [20] * n_sequences + [4 * n_sequences] * 5, (
+        "contexts, three steps to warm up, two against the clock"
+    )
 
 
 def test_repetition_is_the_share_of_n_grams_that_came_before():

@@ -65,9 +65,9 @@ def overlap(
 def step_seconds(
     model: Transformer, ids: Sequence[int], n_tokens: int, context: int, n_sequences: int = 1, repeats: int = 15
 ) -> float:
-    """Seconds of a step, the fastest of `repeats`, over `n_tokens` of each of `n_sequences`, behind `context` tokens of `ids` each.
+    """Seconds of a step over `n_tokens` of each of `n_sequences`, behind `context` tokens each, made of `ids`.
 
-    On a contiguous cache for one sequence, on a paged one for several.
+    The fastest of `repeats`; on a contiguous cache for one sequence, on a paged one for several.
     """
     beginning, more = list(ids[:context]), list(ids[context : context + n_tokens])
     if n_sequences == 1:
