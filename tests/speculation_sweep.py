@@ -87,11 +87,12 @@ def check_engine(target: Transformer, texts: list[list[int]], gammas: Iterable[i
     for gamma, (blocks, draft_blocks, budget) in itertools.product(gammas, [(60, 60, 64), (20, 60, 9), (20, 17, 5)]):
         for draft in drafts(target, draft_blocks):
             cache = PagedKVCache(target.config, blocks, 4, "cpu", target.dtype)
-            decoding = Speculative(target, draft, gamma, rounds.append)
+            decoding = Speculative(target, draft, gamma)
             results = Engine(target, cache, Scheduler(4, budget), decoding).run([Request(p, n) for p in texts])
             for prompt, result, tokens in zip(texts, results, expected, strict=True):
                 where = f"{prompt}, gamma {gamma}, {type(draft).__name__}, {blocks} blocks, budget {budget}"
                 assert result.token_ids == tokens, f"{where}: {result.error}"
+            rounds += decoding.rounds
             preemptions += sum(r.samples[0].preemptions for r in results)
             assert cache.num_free_blocks == blocks
             if isinstance(draft, DraftModel):

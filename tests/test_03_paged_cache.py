@@ -103,6 +103,21 @@ def test_sequences_that_decode_together_equal_each_alone(n_heads, n_kv_heads, le
         assert_close(logits[0], run(model, text, NoCache())[-1], f"{len(text)} of {lengths} tokens")
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_finite_values_stay_finite_in_company(n):
+    config = ModelConfig(64, 32, 2, 4, 2, 8, hidden_dim=48, max_seq_len=128)
+    cache = PagedKVCache(config, 20, 4, "cpu", torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    sequences = [cache.sequence() for _ in range(3)]
+    for _ in range(5):
+        batch = cache.batch([(s, n) for s in sequences])
+        q, k = (10 * torch.randn(3 * n, heads, 8, generator=generator) for heads in (4, 2))
+        values = torch.full((3 * n, 2, 8), torch.finfo(torch.float32).max)
+        assert batch.attend(0, q, k, values).isfinite().all()
+        for sequence in sequences:
+            sequence.advance([1] * n)
+
+
 def test_generate_runs_unchanged_on_a_sequence(small):
     for block_size in (1, 3, 16):
         cache = pool(small, 60, block_size)

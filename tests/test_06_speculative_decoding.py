@@ -52,6 +52,10 @@ def target():
     return model()
 
 
+def pool(model_, blocks=40, block_size=4):
+    return PagedKVCache(model_.config, blocks, block_size, "cpu", model_.dtype)
+
+
 def scores(distribution: torch.Tensor) -> torch.Tensor:
     """Logits whose softmax it is."""
     return distribution.log()
@@ -233,7 +237,8 @@ def test_sampled_texts_have_the_targets_distribution_end_to_end(sampling, kind):
     counts = Counter()
     for seed in range(2_000 if kind == "model" else 700):
         params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, seed)
-        guesser = NGrams(2, 1) if kind == "n-grams" else DraftModel(draft)
+        pool = PagedKVCache(draft.config, 4, 4, "cpu", draft.dtype) if kind == "engine" else None
+        guesser = NGrams(2, 1) if kind == "n-grams" else DraftModel(draft, pool)
         if kind == "engine":
             decoding = Speculative(target, guesser, 2)
             engine = Engine(target, PagedKVCache(target.config, 4, 4, "cpu", target.dtype), decoding=decoding)
@@ -294,11 +299,10 @@ def test_the_target_as_its_own_draft_is_always_right(target, gamma, sampling):
 
 @pytest.mark.parametrize("sampling", [None, SamplingParams(1.2, seed=3)], ids=str)
 def test_the_target_as_its_own_draft_is_always_right_in_the_engine(target, sampling):
-    rounds = Rounds()
-    draft = DraftModel(target, PagedKVCache(target.config, 40, 4, "cpu", target.dtype))
-    cache = PagedKVCache(target.config, 40, 4, "cpu", target.dtype)
-    engine = Engine(target, cache, Scheduler(4, 64), Speculative(target, draft, 3, rounds.append))
+    decoding = Speculative(target, DraftModel(target, pool(target)), 3)
+    engine = Engine(target, pool(target), Scheduler(4, 64), decoding)
     engine.run([Request([i, 2, 3], 17, sampling, n=1 + i % 2) for i in range(3)])
+    rounds = decoding.rounds
     assert all(r.accepted == len(r.guesses) for r in rounds)
     assert sum(len(r.emitted) for r in rounds) == 4 * 17
     assert engine.steps < 17
@@ -364,9 +368,9 @@ def test_the_engine_ends_at_eos_and_at_stop_strings_inside_a_round(tiny):
     text = tokenizer.decode(plain)
     requests = [Request(prompt, 40, stop=[text[i : i + 3]]) for i in (5, 6, 7, 8, 17)]
     requests += [Request(prompt, 40, eos=plain[i]) for i in (9, 10, 11)]
-    rounds, cache = Rounds(), PagedKVCache(target.config, 60, 16, "cpu")
-    draft = DraftModel(target, PagedKVCache(target.config, 60, 16, "cpu"))
-    engine = Engine(target, cache, Scheduler(8, 64), Speculative(target, draft, 3, rounds.append))
+    cache, draft = pool(target, 60, 16), DraftModel(target, pool(target, 60, 16))
+    decoding = Speculative(target, draft, 3)
+    engine = Engine(target, cache, Scheduler(8, 64), decoding)
     results = engine.run(requests)
     for request, result in zip(requests, results, strict=True):
         if request.stop:
@@ -374,7 +378,7 @@ def test_the_engine_ends_at_eos_and_at_stop_strings_inside_a_round(tiny):
             assert result.finish_reason == "stop"
         else:
             assert result.token_ids == plain[: plain.index(request.eos) + 1]
-    assert sum(len(r.emitted) for r in rounds) == sum(len(r.token_ids) for r in results)
+    assert sum(len(r.emitted) for r in decoding.rounds) == sum(len(r.token_ids) for r in results)
     assert draft.pool.num_free_blocks == cache.num_free_blocks == 60
 
 
@@ -481,15 +485,118 @@ def test_bad_input_is_refused_at_the_call(target, arguments, message):
 def test_the_engine_and_n_grams_refuse_what_cannot_be(target):
     with pytest.raises(ValueError, match="the draft's vocabulary has 60 tokens"):
         Speculative(target, DraftModel(model(vocab_size=60)))
+    with pytest.raises(ValueError, match="a DraftModel needs a pool"):
+        Speculative(target, DraftModel(target))
     with pytest.raises(ValueError, match="gamma must be at least 1"):
         Speculative(target, NGrams(), 0)
     with pytest.raises(ValueError, match="1 <= shortest <= longest, got 0 and 3"):
         NGrams(3, 0)
 
 
+def test_draft_and_target_cannot_share_a_pool(target):
+    shared = pool(target)
+    draft = DraftModel(near(target), shared)
+    with pytest.raises(ValueError, match="the draft's pool is the target's own"):
+        speculative_generate(target, draft, [1, 2, 3], 5, cache=shared.sequence())
+    [result] = Engine(target, shared, decoding=Speculative(target, draft)).run([Request([1, 2, 3], 5)])
+    assert "the draft's pool is the target's own" in str(result.error)
+
+
+def test_a_draft_that_guesses_more_than_it_is_asked_for_is_cut(target):
+    class Talkative(NGrams):
+        def propose(self, texts):
+            return [Guesses([1] * 20) for _ in texts]
+
+    assert list(speculative_generate(target, Talkative(), [1, 2, 3], 9)) == greedy(target, [1, 2, 3], 9)
+    engine = Engine(target, pool(target), decoding=Speculative(target, Talkative()))
+    assert engine.run([Request([1, 2, 3], 9)])[0].token_ids == greedy(target, [1, 2, 3], 9)
+
+
+def test_a_callback_that_fails_leaves_what_was_yielded(target):
+    cache, rounds, got = KVCache(target.config, 40, "cpu", target.dtype), Rounds(), []
+
+    def on_round(r):
+        rounds.append(r)
+        if len(rounds) == 3:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        got.extend(speculative_generate(target, target, [1, 2, 3], 30, 3, cache, on_round=on_round))
+    assert cache.length == 3 + 8 - 1, "two rounds of four were yielded"
+
+
+def test_a_target_with_broken_logits_leaves_the_cache_as_it_was():
+    class Certain(NGrams):
+        def propose(self, texts):
+            return [Guesses([1, 2])]
+
+    broken = model()
+    forward = broken.forward
+    broken.forward = lambda *arguments: forward(*arguments) * math.nan
+    cache = pool(broken, 8).sequence()
+    with pytest.raises(ValueError, match="not a finite number"):
+        list(speculative_generate(broken, Certain(), [1, 2, 3], 9, cache=cache))
+    assert cache.length == 0
+    assert cache.cache.num_free_blocks == 8
+
+
+def test_a_draft_uses_its_whole_context_and_no_more(target):
+    draft = DraftModel(model(max_seq_len=8))
+    assert [len(draft.propose([Text(n, list(range(n)), 9)])[0].ids) for n in (6, 8, 9)] == [3, 1, 0]
+
+
+def test_a_draft_guesses_as_much_as_its_pool_allows_and_never_fails_for_it(target):
+    def lengths(guesses):
+        return [len(g.ids) for g in guesses]
+
+    assert lengths(DraftModel(target, pool(target, 3)).propose([Text(0, list(range(5)), 4)])) == [4]
+    assert lengths(DraftModel(target, pool(target, 2)).propose([Text(0, list(range(7)), 4)])) == [2], "fewer, not none"
+    two = [Text(i, [i, *range(8)], 3) for i in range(2)]
+    assert lengths(DraftModel(target, pool(target, 4)).propose(two)) == [3, 0]
+    draft = DraftModel(target, pool(target, 6))
+    [first, second] = draft.propose(two)
+    again = [t._replace(ids=[*t.ids, g.ids[0]]) for t, g in zip(two, (first, second), strict=True)]
+    assert lengths(draft.propose(again)) == [3, 3], "what it holds already needs no new blocks"
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_blocks_of_refused_guesses_that_another_text_shares_are_not_counted_as_free(target, block_size):
+    draft = DraftModel(target, pool(target, 40, block_size))
+    text = list(range(6))
+    [guesses] = draft.propose([Text("a", text, 4)])
+    draft.propose([Text("b", [*text, *guesses.ids[:3], 60], 1)])
+    hog = draft.pool.sequence()
+    hog.reserve(draft.pool.num_free_blocks * block_size)
+    wrong = (guesses.ids[0] + 1) % 64
+    [again] = draft.propose([Text("a", [*text, wrong], 1)])  # one block is free in blocks of 4, none in blocks of 1
+    assert again.ids == ([] if block_size == 1 else DraftModel(target).propose([Text(0, [*text, wrong], 1)])[0].ids)
+
+
+def test_a_draft_finds_prefixes_and_forgets_what_a_text_no_longer_says(target):
+    small, counts = near(target), []
+    forward = small.forward
+    small.forward = lambda tokens, *rest: (counts.append(len(tokens)), forward(tokens, *rest))[1]
+    draft = DraftModel(small, pool(small))
+    draft.propose([Text(0, list(range(20)), 2)])
+    counts.clear()
+    draft.propose([Text(1, list(range(20)), 1)])
+    assert counts == [4], "16 of 20 tokens are in four blocks"
+    [guesses] = draft.propose([Text(2, list(range(9)), 4)])
+    other = [*range(9), (guesses.ids[0] + 1) % 64, 5]
+    assert draft.propose([Text(2, other, 4)]) == DraftModel(near(target)).propose([Text(2, other, 4)])
+
+
+def test_rounds_hold_only_guesses_that_ran_and_that_could_still_be_emitted(target):
+    decoding = Speculative(target, DraftModel(target, pool(target)), 4)
+    Engine(target, pool(target), Scheduler(1, 3), decoding).run([Request([1, 2, 3], 20)])
+    assert max(len(r.guesses) for r in decoding.rounds) == 2, "the budget allows two"
+    decoding = Speculative(target, DraftModel(target, pool(target)), 4)
+    Engine(target, pool(target), decoding=decoding).run([Request([1, 2, 3], n) for n in range(1, 9)])
+    assert all(len(r.guesses) < len(r.emitted) for r in decoding.rounds), "the target always adds one itself"
+
+
 def test_a_cancelled_request_leaves_nothing_behind(target):
-    draft = DraftModel(near(target), PagedKVCache(target.config, 40, 4, "cpu", target.dtype))
-    cache = PagedKVCache(target.config, 40, 4, "cpu", target.dtype)
+    draft, cache = DraftModel(near(target), pool(target)), pool(target)
     engine = Engine(target, cache, decoding=Speculative(target, draft, 3))
     results = [engine.add(Request([i, 1, 2], 30)) for i in range(3)]
     for _ in range(4):
@@ -557,12 +664,11 @@ def test_a_timed_step_runs_what_it_says(target, n_sequences):
     forward = target.forward
     try:
         target.forward = lambda tokens, *rest: (counts.append(len(tokens)), forward(tokens, *rest))[1]
-        assert step_seconds(target, list(range(40)), 4, 20, n_sequences, repeats=2) > 0
+        assert all(s > 0 for s in step_seconds(target, list(range(40)), [1, 4], 20, n_sequences, repeats=2))
     finally:
         del target.forward
-    assert counts == [20] * n_sequences + [4 * n_sequences] * 5, (
-        "contexts, three steps to warm up, two against the clock"
-    )
+    in_turns = [n_sequences * n for n in (1, 1, 4, 4)]  # each once to warm up and once against the clock
+    assert counts == [20] * n_sequences + 2 * in_turns
 
 
 def test_repetition_is_the_share_of_n_grams_that_came_before():

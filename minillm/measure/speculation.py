@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minillm.generate import forward, run
 from minillm.kv_cache import KVCache
-from minillm.measure.metrics import time_call
+from minillm.measure.metrics import Spread, time_call
 from minillm.model.sampling import SamplingParams, probabilities
 from minillm.model.transformer import Transformer
 from minillm.paged_cache import PagedKVCache
@@ -63,35 +63,35 @@ def overlap(
 
 
 def step_seconds(
-    model: Transformer, ids: Sequence[int], n_tokens: int, context: int, n_sequences: int = 1, repeats: int = 15
-) -> float:
-    """Seconds of a step over `n_tokens` of each of `n_sequences`, behind `context` tokens each, made of `ids`.
+    model: Transformer, ids: Sequence[int], counts: Sequence[int], context: int, n_sequences: int = 1, repeats: int = 15
+) -> list[float]:
+    """Median seconds of a step over n tokens of each of `n_sequences`, behind `context` tokens each, for n in `counts`.
 
-    The fastest of `repeats`; on a contiguous cache for one sequence, on a paged one for several.
+    The tokens are taken from `ids`. On a contiguous cache for one sequence, on a paged one for several. Measured in
+    turns, so that a change of the machine's speed meets all of them.
     """
-    beginning, more = list(ids[:context]), list(ids[context : context + n_tokens])
+    size = context + max(counts)
     if n_sequences == 1:
-        cache = KVCache(model.config, context + n_tokens, model.device, model.dtype)
-        run(model, beginning, cache)
-
-        def step() -> None:
-            forward(model, more, cache)
-            cache.truncate(context)
+        caches = [KVCache(model.config, size, model.device, model.dtype)]
     else:
-        size = context + n_tokens
         pool = PagedKVCache(model.config, n_sequences * -(-size // 16), 16, model.device, model.dtype)
-        sequences = [pool.sequence() for _ in range(n_sequences)]
-        for i, sequence in enumerate(sequences):
-            run(model, [(token + i) % model.config.vocab_size for token in beginning], sequence)
+        caches = [pool.sequence() for _ in range(n_sequences)]
+    for i, cache in enumerate(caches):
+        run(model, [(token + i) % model.config.vocab_size for token in ids[:context]], cache)
 
-        @torch.inference_mode()
-        def step() -> None:
-            batch = pool.batch([(sequence, n_tokens) for sequence in sequences])
-            model(torch.tensor(more * n_sequences, device=model.device), batch.positions, batch)
-            for sequence in sequences:
-                sequence.truncate(context)
+    @torch.inference_mode()
+    def step(n: int) -> None:
+        more = ids[context : context + n]
+        if n_sequences == 1:
+            forward(model, more, caches[0])
+        else:
+            batch = pool.batch([(cache, n) for cache in caches])
+            model(torch.tensor(list(more) * n_sequences, device=model.device), batch.positions, batch)
+        for cache in caches:
+            cache.truncate(context)
 
-    return time_call(step, repeats, 3, model.device).low
+    turns = [[time_call(lambda n=n: step(n), 1, 1, model.device).median for n in counts] for _ in range(repeats)]
+    return [Spread.of(times).median for times in zip(*turns, strict=True)]
 
 
 def repeated_share(ids: Sequence[int], n: int = 4) -> float | None:

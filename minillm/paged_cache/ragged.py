@@ -174,4 +174,6 @@ def _attend_together(
     # The rows behind a sequence's end hold anything, NaN too, and zero times NaN is NaN.
     v = read_v().index_fill_(0, part.unused, 0.0).transpose(0, 1)  # [K, B·m, d_v]
     out = torch.bmm(weights.view(-1, groups * n, m), v.reshape(n_kv_heads * n_sequences, m, -1))
+    largest = torch.finfo(out.dtype).max  # as in `naive_attention`
+    out = out.clamp_(-largest, largest)
     return out.view(n_kv_heads, n_sequences, groups, n, -1).permute(1, 3, 0, 2, 4).reshape(n_sequences, n, n_heads, -1)

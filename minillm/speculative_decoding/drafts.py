@@ -118,36 +118,48 @@ class DraftModel:
 
     def _counts(self, texts: Sequence[Text]) -> dict[Hashable, int]:
         """How many guesses each text can get: the context and the pool may not allow n."""
+        for text in texts:
+            self._trim(text)
         counts, free = {}, self.pool.num_free_blocks if self.pool else 0
         for text in texts:
             # The last guess is not run, so it needs no place.
             n = max(0, min(text.n, self.model.config.max_seq_len - len(text.ids) + 1))
-            if n and self.pool:
-                own = len(self._held[text.key].cache.block_table) if text.key in self._held else 0
-                # One more: a last block that others found by its prefix is copied before it is written.
-                needed = self.pool.blocks_for(len(text.ids) + n - 1) - own + 1
-                n, free = (n, free - max(0, needed)) if needed <= free else (0, free)
+            while self.pool and n and self._blocks(text, n) > free:
+                n -= 1
+            free -= self._blocks(text, n) if self.pool and n else 0
             counts[text.key] = n
         return counts
 
+    def _blocks(self, text: Text, n: int) -> int:
+        """The most blocks that n guesses take from the pool."""
+        total = self.pool.blocks_for(len(text.ids) + n - 1)
+        if text.key not in self._held:
+            return total
+        sequence = self._held[text.key].cache
+        tail = sequence.partial_block
+        shared = tail is not None and self.pool.allocator.owners[tail] > 1  # found by its prefix: copied when written
+        return total - len(sequence.block_table) + shared
+
+    def _trim(self, text: Text) -> None:
+        """Forget what a text no longer begins with; its last token is left to run."""
+        if text.key in self._held:
+            cache, ids = self._held[text.key]
+            keep = min(len(ids), len(text.ids) - 1)
+            while ids[:keep] != list(text.ids[:keep]):
+                keep -= 1
+            cache.truncate(keep)
+            del ids[keep:]
+
     def _fit(self, text: Text) -> _Held:
-        """A cache with the longest beginning of the text that is already there; its last token is left to run."""
+        """The cache of a text, trimmed; a new one holds what the pool remembers of its beginning."""
         if text.key not in self._held and self.pool is None:  # one text at a time
-            self._held = {text.key: _Held(self._new_cache(), [])}
+            config = self.model.config
+            cache = KVCache(config, config.max_seq_len, self.model.device, self.model.dtype)
+            self._held = {text.key: _Held(cache, [])}
         elif text.key not in self._held:
             sequence = self.pool.sequence(text.ids)
             self._held[text.key] = _Held(sequence, list(sequence.token_ids))
-        cache, ids = self._held[text.key]
-        keep = min(len(ids), len(text.ids) - 1)
-        while ids[:keep] != list(text.ids[:keep]):
-            keep -= 1
-        cache.truncate(keep)
-        del ids[keep:]
         return self._held[text.key]
-
-    def _new_cache(self) -> KVCache:
-        config = self.model.config
-        return KVCache(config, config.max_seq_len, self.model.device, self.model.dtype)
 
     @torch.inference_mode()
     def _run(self, steps: list[tuple[_Held, list[int]]]) -> Tensor:

@@ -53,6 +53,12 @@ def check_draft(target: Transformer, draft: Draft, gamma: int) -> None:
         )
 
 
+def check_pools(draft: Draft, cache: Cache) -> None:
+    """Raise ValueError if draft and target share a pool: one would find the other's blocks by their tokens."""
+    if isinstance(draft, DraftModel) and draft.pool and draft.pool is getattr(cache, "cache", None):
+        raise ValueError("the draft's pool is the target's own: the two models' keys and values would be mixed up")
+
+
 def speculative_generate(
     target: Transformer,
     draft: Draft | Transformer,
@@ -79,6 +85,7 @@ def speculative_generate(
     if cache is None:
         cache = KVCache(target.config, len(prompt) + max_new_tokens, target.device, target.dtype)
     check_prompt_is_new(prompt, cache)
+    check_pools(draft, cache)
     return _loop(target, draft, prompt, max_new_tokens, gamma, cache, sampling, eos, on_round or (lambda r: None))
 
 
@@ -97,7 +104,8 @@ def _loop(
     try:
         while len(tokens) < end:
             room = end - len(tokens) - 1  # the target adds one token itself
-            [guesses] = draft.propose([Text(key, tokens, min(gamma, room), sampling)]) if room else [Guesses([])]
+            n = min(gamma, room)
+            guesses = draft.propose([Text(key, tokens, n, sampling)])[0].first(n) if n else Guesses([])
             new = verify(target, tokens, guesses, cache, sampling, eos)
             on_round(Round(tuple(guesses.ids), tuple(new), agreement(guesses.ids, new)))
             for token in new:
@@ -105,7 +113,7 @@ def _loop(
                 yield token
             if new[-1] == eos:
                 return
-    except GeneratorExit:  # closed in the middle of a round: what was not yielded does not count
+    except BaseException:  # closed in the middle of a round, for example: what was not yielded does not count
         cache.truncate(min(cache.length, len(tokens) - 1))
         raise
     finally:
