@@ -38,9 +38,15 @@ def parser() -> argparse.ArgumentParser:
     gen.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
     gen.add_argument("--top-k", type=int, help="sample among the k most likely tokens")
     gen.add_argument("--top-p", type=float, help="sample among the most likely tokens that reach probability p")
-    gen.add_argument("--seed", type=int, default=0, help="decides every draw (default %(default)s)")
+    gen.add_argument("--seed", type=int, default=0, help="decides every draw of a stage (default %(default)s)")
     names = [c.name for c in CHAPTERS if c.cache]
-    gen.add_argument("--stage", choices=names, default="kv_cache", help="whose cache to use (default %(default)s)")
+    gen.add_argument(
+        "--stage",
+        choices=names,
+        default="kv_cache",
+        help="whose cache and loop to use; speculative_decoding samples from the same distribution as the others, "
+        "with other draws (default %(default)s)",
+    )
 
     for command, new_tokens in ((tour, 64), (gen, 256)):
         command.add_argument(

@@ -29,6 +29,13 @@ def test_every_chapter_has_its_module_notebook_test_and_readme_row(chapter):
         assert part in row, f"the README's row of chapter {chapter.number} does not say {part!r}: {row!r}"
 
 
+def test_every_package_is_in_an_installation_too():
+    named = (ROOT / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0]
+    for init in [*(ROOT / "minillm").rglob("__init__.py"), ROOT / "kernels" / "__init__.py"]:
+        package = ".".join(init.parent.relative_to(ROOT).parts)
+        assert f'"{package}"' in named, f"pyproject.toml does not name {package}"
+
+
 def test_chapters_are_numbered_in_order():
     assert [c.number for c in CHAPTERS] == list(range(1, len(CHAPTERS) + 1))
 
