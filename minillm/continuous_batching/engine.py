@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from minillm.continuous_batching.request import Request, Result, Sample
@@ -16,7 +15,7 @@ from minillm.continuous_batching.scheduler import Plan, Scheduler
 from minillm.generate import check_request
 from minillm.model.sampling import sample as sample_token
 from minillm.model.transformer import Transformer
-from minillm.paged_cache import PagedKVCache
+from minillm.paged_cache import PagedKVCache, forward_batch
 
 
 class Decoding(Protocol):
@@ -206,18 +205,10 @@ class Engine:
             steps.append((sample, known + len(sample.drafts)))
         return steps
 
-    @torch.inference_mode()
     def _run(self, steps: list[tuple[Sample, int]]) -> list[Tensor]:
         """One forward pass: the logits `[n, vocab]` of each sample's tokens."""
-        try:
-            batch = self.cache.batch([(sample.sequence, n) for sample, n in steps])
-            tokens = [i for sample, n in steps for i in (sample.pending + sample.drafts)[:n]]
-            logits = self.model(torch.tensor(tokens, device=self.model.device), batch.positions, batch)
-        except BaseException:
-            for sample, _ in steps:
-                sample.sequence.truncate(sample.sequence.length)
-            raise
-        return list(logits.split([n for _, n in steps]))
+        new = [(sample.sequence, (sample.pending + sample.drafts)[:n]) for sample, n in steps]
+        return list(forward_batch(self.model, self.cache, new).split([n for _, n in steps]))
 
     def _accept(self, steps: list[tuple[Sample, int]], logits: list[Tensor]) -> None:
         """Commit what ran; whoever has run everything he knows gets his next tokens."""

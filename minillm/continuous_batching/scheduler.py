@@ -30,10 +30,7 @@ class _Room:
 
     def needed(self, sample: Sample, n: int) -> int:
         """Blocks for n more tokens of a running sample: new ones, and a copy of its last if that is shared."""
-        sequence = sample.sequence
-        tail = sequence.partial_block
-        shared = n and tail is not None and self.pool.allocator.owners[tail] - self._leaving[tail] > 1
-        return self.pool.blocks_for(sequence.length + n) - len(sequence.block_table) + bool(shared)
+        return sample.sequence.blocks_needed(n, self._leaving)
 
     def give_back(self, sample: Sample) -> None:
         """Count the blocks of a sample that will be preempted: a shared one is free when its last owner leaves."""

@@ -45,6 +45,11 @@ BLOCK_SIZE = 16
 GAMMA = 3  # guesses a step of chapter 6's stage
 
 
+def _contiguous(model: Transformer, max_tokens: int) -> KVCache:
+    """Rows for one sequence of `max_tokens`."""
+    return KVCache(model.config, max_tokens, model.device, model.dtype)
+
+
 def _pool(model: Transformer, max_tokens: int, attention: AttentionFunction = naive_attention) -> PagedKVCache:
     """A pool with just the blocks that one sequence of `max_tokens` needs."""
     n_blocks = -(-max_tokens // BLOCK_SIZE)
@@ -80,7 +85,7 @@ CHAPTERS = (
         title="KV cache",
         bottleneck="old tokens run again for every new one",
         idea="keep each token's key and value, in rows reserved once",
-        cache=lambda model, max_tokens: KVCache(model.config, max_tokens, model.device, model.dtype),
+        cache=_contiguous,
     ),
     Chapter(
         number=3,
@@ -112,7 +117,7 @@ CHAPTERS = (
         title="Speculative decoding",
         bottleneck="a step reads all weights to make one token",
         idea="a cheap draft guesses, one step checks several guesses at once",
-        cache=lambda model, max_tokens: KVCache(model.config, max_tokens, model.device, model.dtype),
+        cache=_contiguous,
         generate=_speculate,
         builds_on=2,
         note=f"{GAMMA} guesses",

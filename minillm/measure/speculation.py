@@ -15,7 +15,7 @@ from minillm.kv_cache import KVCache
 from minillm.measure.metrics import Spread, time_call
 from minillm.model.sampling import SamplingParams, probabilities
 from minillm.model.transformer import Transformer
-from minillm.paged_cache import PagedKVCache
+from minillm.paged_cache import PagedKVCache, forward_batch
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -79,14 +79,12 @@ def step_seconds(
     for i, cache in enumerate(caches):
         run(model, [(token + i) % model.config.vocab_size for token in ids[:context]], cache)
 
-    @torch.inference_mode()
     def step(n: int) -> None:
         more = ids[context : context + n]
         if n_sequences == 1:
             forward(model, more, caches[0])
         else:
-            batch = pool.batch([(cache, n) for cache in caches])
-            model(torch.tensor(list(more) * n_sequences, device=model.device), batch.positions, batch)
+            forward_batch(model, pool, [(cache, more) for cache in caches])
         for cache in caches:
             cache.truncate(context)
 

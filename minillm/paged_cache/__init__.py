@@ -13,7 +13,7 @@ place). Kwon et al. 2023, "Efficient memory management for large language model 
 """
 
 from minillm.paged_cache.allocator import BlockAllocator, OutOfBlocks, Prefix
-from minillm.paged_cache.cache import PagedKVCache, PagedSequence
+from minillm.paged_cache.cache import PagedKVCache, PagedSequence, forward_batch
 from minillm.paged_cache.ragged import RaggedStep, ragged_attention
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "PagedSequence",
     "Prefix",
     "RaggedStep",
+    "forward_batch",
     "ragged_attention",
 ]

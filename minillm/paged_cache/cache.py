@@ -1,7 +1,7 @@
 """The pool of blocks, the sequences that hold tables into it, and the step that runs several of them at once."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from minillm.device import pick_device
 from minillm.kv_cache import AttentionFunction, PlainBuffer, check_kind
 from minillm.model.config import ModelConfig
+from minillm.model.transformer import Transformer
 from minillm.naive_attention import naive_attention
 from minillm.paged_cache.allocator import NO_PREFIX, BlockAllocator, OutOfBlocks, Prefix
 from minillm.paged_cache.ragged import RaggedStep, ragged_attention
@@ -149,6 +150,23 @@ class PagedStep:
         return ragged_attention(q, layer, c.keys, c.values, step, scale, c.attention)
 
 
+@torch.inference_mode()
+def forward_batch(
+    model: Transformer, cache: PagedKVCache, steps: Sequence[tuple["PagedSequence", Sequence[int]]]
+) -> Tensor:
+    """Run the new tokens of every sequence in one pass without committing them: logits `[N, vocab]`, sequence after
+    sequence. To be followed by `advance`, or `truncate`; after any exception every sequence is as it was before.
+    """
+    try:
+        batch = cache.batch([(sequence, len(new)) for sequence, new in steps])
+        tokens = torch.tensor([i for _, new in steps for i in new], device=model.device)
+        return model(tokens, batch.positions, batch)
+    except BaseException:
+        for sequence, _ in steps:
+            sequence.truncate(sequence.length)
+        raise
+
+
 class PagedSequence:
     """One sequence: the tokens it holds and the numbers of the blocks that hold them. A cache for `generate`.
 
@@ -234,6 +252,15 @@ class PagedSequence:
         """The block into which the next token goes, if it already holds tokens."""
         index, inside = divmod(self.length, self.cache.block_size)
         return self.block_table[index] if inside else None
+
+    def blocks_needed(self, n: int, leaving: Mapping[int, int] | None = None) -> int:
+        """Blocks that n more tokens take from the pool: new ones, and a copy of the last one if others share it.
+
+        `leaving` counts the owners that a block is about to lose.
+        """
+        tail = self.partial_block
+        shared = n and tail is not None and self.cache.allocator.owners[tail] - (leaving or {}).get(tail, 0) > 1
+        return self.cache.blocks_for(self.length + n) - len(self.block_table) + bool(shared)
 
     def _resize(self, n_tokens: int) -> None:
         """Hold exactly the blocks for `n_tokens`, reserve nothing."""

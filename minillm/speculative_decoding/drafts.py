@@ -10,7 +10,7 @@ from minillm.generate import Cache, run
 from minillm.kv_cache import KVCache
 from minillm.model.sampling import SamplingParams, best_tokens, draw, probabilities, uniform
 from minillm.model.transformer import Transformer
-from minillm.paged_cache import PagedKVCache, PagedSequence
+from minillm.paged_cache import PagedKVCache, forward_batch
 from minillm.speculative_decoding.acceptance import DRAFT, Guesses
 
 
@@ -132,13 +132,11 @@ class DraftModel:
 
     def _blocks(self, text: Text, n: int) -> int:
         """The most blocks that n guesses take from the pool."""
-        total = self.pool.blocks_for(len(text.ids) + n - 1)
+        n_tokens = len(text.ids) + n - 1
         if text.key not in self._held:
-            return total
+            return self.pool.blocks_for(n_tokens)
         sequence = self._held[text.key].cache
-        tail = sequence.partial_block
-        shared = tail is not None and self.pool.allocator.owners[tail] > 1  # found by its prefix: copied when written
-        return total - len(sequence.block_table) + shared
+        return sequence.blocks_needed(n_tokens - sequence.length)
 
     def _trim(self, text: Text) -> None:
         """Forget what a text no longer begins with; its last token is left to run."""
@@ -161,24 +159,15 @@ class DraftModel:
             self._held[text.key] = _Held(sequence, list(sequence.token_ids))
         return self._held[text.key]
 
-    @torch.inference_mode()
     def _run(self, steps: list[tuple[_Held, list[int]]]) -> Tensor:
         """Run and commit new tokens of each text; the logits `[texts, vocab]` behind the last of each."""
         if len(steps) == 1:
             [(held, new)] = steps
             last = run(self.model, new, held.cache)[-1:]
         else:
-            sequences: list[PagedSequence] = [held.cache for held, _ in steps]
-            batch = self.pool.batch([(s, len(new)) for s, (_, new) in zip(sequences, steps, strict=True)])
-            tokens = torch.tensor([i for _, new in steps for i in new], device=self.model.device)
-            try:
-                logits = self.model(tokens, batch.positions, batch)
-            except BaseException:
-                for sequence in sequences:
-                    sequence.truncate(sequence.length)
-                raise
-            for sequence, (_, new) in zip(sequences, steps, strict=True):
-                sequence.advance(new)
+            logits = forward_batch(self.model, self.pool, [(held.cache, new) for held, new in steps])
+            for held, new in steps:
+                held.cache.advance(new)
             ends = torch.tensor([len(new) for _, new in steps], device=self.model.device).cumsum(0)
             last = logits[ends - 1]
         for held, new in steps:
